@@ -88,10 +88,7 @@ class NonFiniteError(RuntimeError):
         parameter: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.step = step
-        self.module = module
-        self.parameter = parameter
+        self.rank, self.step, self.module, self.parameter = rank, step, module, parameter
 
 
 class LossScaleError(NonFiniteError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mp.compat.torch import new_hooks_first
+from lightning_mp.compat.torch import new_hooks_first, patched
 
 #: where the function comes from that stage 3 puts in place of torch's
 _ZERO_LINEAR = "deepspeed.runtime.zero.linear"
@@ -44,25 +44,16 @@ _former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakK
 
 
 def initialize(module: nn.Module, **given: Any) -> tuple[Any, Any]:
-    """``deepspeed.initialize``'s engine and optimizer, which casts no parameter and finds no hooks of an earlier run.
-
-    An engine casts its module's parameters where ``fp16.enabled`` is true. The hooks of the ZeRO optimizer of a run
-    before would reduce gradients too.
-    """
+    """``deepspeed.initialize``'s engine and optimizer; it casts no parameter and finds no hooks of an earlier run."""
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     before = _former.pop(module, lambda: None)()
     if before is not None:
         before.destroy()
-    engine_class = cast("Any", DeepSpeedEngine)
-    cast_all = engine_class._cast_module_mixed_precision
-    engine_class._cast_module_mixed_precision = lambda *_args, **_kwargs: None
-    try:
-        with new_hooks_first(module):  # weight_norm's hook reads what DeepSpeed's gathers
-            engine, optimizer, _, _ = cast("Any", deepspeed).initialize(model=module, dist_init_required=False, **given)
-    finally:
-        engine_class._cast_module_mixed_precision = cast_all
+    no_cast = patched(DeepSpeedEngine, _cast_module_mixed_precision=lambda *_args, **_kwargs: None)
+    with no_cast, new_hooks_first(module):  # weight_norm's hook reads what DeepSpeed's gathers
+        engine, optimizer, _, _ = cast("Any", deepspeed).initialize(model=module, dist_init_required=False, **given)
     if hasattr(engine.optimizer, "destroy"):
         _former[module] = weakref.ref(engine.optimizer)
     return engine, optimizer
@@ -179,7 +170,7 @@ class PlanScale:
     """Gives a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
 
     DeepSpeed's own scaler is updated before gradients are divided, so that a step on which the scale grows is made
-    with half of its gradients. A checkpoint holds a scaler of DeepSpeed's that begins with the scale.
+    with half of its gradients.
     """
 
     def __init__(self, scaler: Any) -> None:
@@ -251,9 +242,7 @@ def is_partitioned(parameter: object) -> bool:
 def gather_as(parameter: Any, dtype: torch.dtype | None) -> bool:
     """Have modules gather a partitioned parameter in ``dtype``, or in its own (``None``); whether they do.
 
-    What was gathered is fp32 again where it is used. Biases stay as they are: DeepSpeed's own linear adds them in fp32,
-    outside of autocast's product. Users' own ``GatheredParameters``, checkpoints and what ZeRO keeps
-    whole get what is stored.
+    Biases stay as they are: DeepSpeed's own linear adds them in fp32, outside of autocast's product.
     """
     if hasattr(parameter, "comm_dtype"):
         del parameter.comm_dtype

@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from lightning_mp.compat.torch import patched
 from lightning_mp.errors import PlanError
 
 if TYPE_CHECKING:
@@ -207,17 +208,8 @@ def last_saved(callback: ModelCheckpoint) -> str:
 def checkpoint_connector(trainer: Trainer) -> Generator[Any, None, None]:
     """What restores a run from a checkpoint; afterwards the Trainer's own ``ckpt_path`` is as before."""
     connector: Any = cast("Any", trainer)._checkpoint_connector
-    before = connector._ckpt_path
-    try:
+    with patched(connector, _ckpt_path=connector._ckpt_path):
         yield connector
-    finally:
-        connector._ckpt_path = before
-
-
-def parsed_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
-    """The optimizers of what ``configure_optimizers`` returned, and its schedules as Lightning keeps them."""
-    optimizers, schedules, monitor = __getattr__("configure_optimizers")(given)
-    return optimizers, __getattr__("configure_schedulers_automatic_opt")(schedules, monitor)
 
 
 def keep_sampler(trainer: Trainer) -> None:

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_mp.compat.torch import patched
+
 #: operators: a read by the host; a cast; the check of gradients for infinities; the loss scale's rule; indexing
 READ = torch.ops.aten._local_scalar_dense.default
 CAST = torch.ops.aten._to_copy.default
@@ -87,11 +89,8 @@ def moved_in_place() -> Generator[None, None, None]:
                     tensor.data = moved
         return module
 
-    cast("Any", nn.Module)._apply = apply
-    try:
+    with patched(nn.Module, _apply=apply):
         yield
-    finally:
-        cast("Any", nn.Module)._apply = before
 
 
 @contextmanager
@@ -104,11 +103,8 @@ def resizes_told(tell: Callable[[Any], None]) -> Generator[None, None, None]:
         tell(storage)
         return result
 
-    cast("Any", torch.UntypedStorage).resize_ = resize
-    try:
+    with patched(torch.UntypedStorage, resize_=resize):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = before
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -124,16 +120,10 @@ def fake_ranks(world_size: int, known: Callable[[Tensor], Tensor | None]) -> Gen
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    before = dist.all_gather_object, dist.new_group
-    mesh: Any = DeviceMesh
-    places = {name: vars(mesh)[name] for name in ("__init__", "__getitem__", "mesh")}
+    group_of, mesh = dist.new_group, cast("Any", DeviceMesh)
 
     def gather(everywhere: list[Any], mine: Any, group: Any = None) -> None:
         everywhere[:] = [mine] * len(everywhere)
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    dist.all_gather_object = gather
-    dist.new_group = lambda *args, **kwargs: before[1](*args, **{**kwargs, "backend": "fake"})
 
     def for_real(method: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -143,13 +133,15 @@ def fake_ranks(world_size: int, known: Callable[[Tensor], Tensor | None]) -> Gen
 
         return run
 
-    for name, method in places.items():
-        prop = isinstance(method, property)
-        setattr(mesh, name, property(for_real(cast("Any", method.fget))) if prop else for_real(method))
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    fake = patched(
+        dist,
+        all_gather_object=gather,
+        new_group=lambda *args, **kwargs: group_of(*args, **{**kwargs, "backend": "fake"}),
+    )
+    real = {"__init__": for_real(mesh.__init__), "__getitem__": for_real(mesh.__getitem__)}
     try:
-        yield
+        with fake, patched(mesh, **real, mesh=property(for_real(mesh.mesh.fget))):
+            yield
     finally:
-        for name, method in places.items():
-            setattr(mesh, name, method)
-        dist.all_gather_object, dist.new_group = before
         dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -61,16 +61,10 @@ class GatherWays:
         return self._parameter._sharded_local_tensor
 
     def take(self, name: str, extension: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
-        """Gather the way called ``name`` from now on, by what is to be done before and after; the shards are sharded.
-
-        ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of ``torch.distributed.fsdp``'s tensor extensions; another
-        shard than that of the last call has none yet.
-        """
+        """Gather the way called ``name`` from now on, by FSDP2's extensions before and after an all-gather."""
         local: Any = self.local()
-        if extension is None:
-            for key in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-                vars(local).pop(key, None)
-        else:
+        _take_off([local], "fsdp_pre_all_gather", "fsdp_post_all_gather")
+        if extension is not None:
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = extension
         if name == self._name:
             return
@@ -87,21 +81,15 @@ def gather_halves(
 ) -> None:
     """Gather the fp32 parameters in ``names`` in ``dtype``, all others as they are stored; shards stay as they are.
 
-    ``fully_shard`` itself knows one dtype for all that a unit has.
-
-    Args:
-        model: with units in it, which are sharded again.
-        names: the ``id`` of a module and the key of a parameter in it → the parameter's name.
-        dtype: what is sent.
-        wrap: what was gathered, and the name → the whole parameter.
+    ``names`` are found by the ``id`` of a module and a parameter's key in it; ``wrap`` makes the whole parameter from
+    what was gathered and its name. ``fully_shard`` itself knows one dtype for all that a unit has.
     """
     for group in _groups_below(model):
         group._to_sharded()
         for parameter in group.fsdp_params:
             info = parameter._module_info
             name = names.get((id(info.module), info.param_name))
-            for key in ("init_dtype_attrs", "init_unsharded_param", "_unsharded_param"):  # of an earlier gather
-                vars(parameter).pop(key, None)
+            _take_off([parameter], "init_dtype_attrs", "init_unsharded_param", "_unsharded_param")
             parameter.param_dtype, parameter.all_gather_outputs = None, []
             if name is not None and parameter.sharded_param.dtype == torch.float32:
                 _gather_as(parameter, dtype, lambda whole, name=name: wrap(whole, name))
@@ -146,11 +134,9 @@ def drop_sums_of_shards(model: nn.Module) -> None:
 class UnusedParameters:
     """Leaves parameters that a step did not use on some rank (experts) the gradients that DDP would, under FSDP2.
 
-    FSDP2 reduces, of each unit, the parameters that have a gradient on this rank: ranks that used different ones add
-    up different ones. Here a unit reduces all it has, with zeros for what the rank did not use; and what no rank used
-    has no gradient afterwards, as under DDP's ``find_unused_parameters``, so that no optimizer moves it.
-    A backward pass costs one all-reduce of a flag a parameter. Reading it is a device sync, made only where a gradient
-    was missing on this rank, as DDP does.
+    FSDP2 reduces what has a gradient on this rank: ranks that used different parameters add up different ones. Here a
+    unit reduces all it has, with zeros for what the rank did not use; what no rank used has no gradient afterwards.
+    A backward pass costs one all-reduce of a flag a parameter, read only where a gradient was missing on this rank.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -185,8 +171,7 @@ class UnusedParameters:
 
     def release(self) -> None:
         """Let go of the units."""
-        for group in self._groups:
-            _take_off(group, "pre_forward", "post_backward")
+        _take_off(self._groups, "pre_forward", "post_backward")
         self._groups, self._names, self._left = [], {}, {}
 
     def _complete(self, group: Any, *, last: bool) -> None:
@@ -236,36 +221,26 @@ class UnusedParameters:
 def _has_gradient(parameter: Any) -> bool:
     """Whether backward passes left a gradient of the parameter that is not reduced yet."""
     unsharded = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
-    there = unsharded is not None and unsharded.grad is not None
-    return there or parameter.unsharded_accumulated_grad is not None
+    return getattr(unsharded, "grad", None) is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def ranks_apart(given: str) -> Fault:
     """What to say where ranks run different modules."""
-    return Fault(
-        f"{given}, with sharded weights, which all ranks gather and sum together",
-        "",
-        "run every one on every rank, and add 0 times what one does not need to its loss, or use strategy='mp_ddp' "
-        "with find_unused_parameters=True",
-    )
+    fix = "run every one on every rank, with 0 times what one does not need in its loss, or use strategy='mp_ddp'"
+    return Fault(f"{given}, with sharded weights, which all ranks gather and sum together", "", fix)
 
 
 def keep_alike(model: nn.Module) -> Callable[[], None]:
     """Give gathered parameters the hooks and ``requires_grad`` of their shards; what is returned ends that.
 
-    The hooks then see what they see under DDP, the whole gradient of this rank before it is summed. torch itself copies
-    ``requires_grad`` where it gathers, and not again while a parameter stays gathered: of two that differ by then the
-    one that was changed since counts, be it the shard (``toggle_optimizer``) or what is gathered (by hand).
+    The hooks then see the whole gradient of this rank before it is summed, as under DDP. torch itself copies
+    ``requires_grad`` only where it gathers: of two that differ later the one that was changed since counts, be it the
+    shard (``toggle_optimizer``) or what is gathered (by hand).
     """
     groups = _groups_below(model)
     for group in groups:
         _keep_alike(group)
-
-    def undo() -> None:
-        for group in groups:
-            _take_off(group, "wait_for_unshard", "_to_sharded")
-
-    return undo
+    return partial(_take_off, groups, "wait_for_unshard", "_to_sharded")
 
 
 def _keep_alike(group: Any) -> None:
@@ -320,10 +295,7 @@ def unsummed_gradients(model: nn.Module) -> Generator[None, None, None]:
 
 
 def reset_units(model: nn.Module) -> None:
-    """Bring the units of ``model`` to where a step begins: what fails within one leaves them in the midst of it.
-
-    Gradients would stay unsummed until they are set back to it, and a backward pass that did not end seem under way.
-    """
+    """Bring the units of ``model`` to where a step begins: what fails within one leaves them in the midst of it."""
     for unit in _units(model):
         unit.set_requires_gradient_sync(True, recurse=False)  # over shards and over replicas
         for parameter in (one for group in _groups_of(unit) for one in group.fsdp_params):
@@ -364,9 +336,10 @@ def _state(unit: Any) -> Any:
     return unit._get_fsdp_state()
 
 
-def _take_off(group: Any, *names: str) -> None:
-    for name in names:
-        vars(group).pop(name, None)
+def _take_off(patched: Iterable[Any], *names: str) -> None:
+    for one in patched:
+        for name in names:
+            vars(one).pop(name, None)
 
 
 # ------------------------------------------------------------------ FSDP1
@@ -389,8 +362,4 @@ def take_total_norms_by(norm: Callable[..., Tensor]) -> Callable[[], None]:
     place: Any = import_module("torch.nn.utils.clip_grad")
     own = place._get_total_norm
     place._get_total_norm = partial(norm, own)
-
-    def undo() -> None:
-        place._get_total_norm = own
-
-    return undo
+    return lambda: setattr(place, "_get_total_norm", own)

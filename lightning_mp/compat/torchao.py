@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
@@ -50,28 +51,27 @@ def quietly() -> Generator[None, None, None]:
         logging.disable(before)
 
 
+def _float8(module: str) -> Any:
+    return import_module(f"torchao.float8.{module}")
+
+
 @cache
 def _recipe(recipe: str, emulate: bool) -> tuple[Any, Any]:
     """Torchao's configuration for one of the plan's recipes, and that of its three products."""
     require()
-    from dataclasses import replace
-
-    from torchao.float8 import Float8LinearConfig  # pyright: ignore
-    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig  # pyright: ignore
-
-    config: Any = cast("Any", Float8LinearConfig).from_recipe_name(_RECIPES.get(recipe, recipe))
+    tensors = _float8("float8_training_tensor")
+    config = _float8("config").Float8LinearConfig.from_recipe_name(_RECIPES.get(recipe, recipe))
     config = replace(config, emulate=emulate)
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    each = (cast("Any", ScaledMMConfig)(emulate, one.use_fast_accum, False, False) for one in products)
-    return config, cast("Any", LinearMMConfig)(*each)
+    each = (tensors.ScaledMMConfig(emulate, one.use_fast_accum, False, False) for one in products)
+    return config, tensors.LinearMMConfig(*each)
 
 
 @cache
 def _has_mx_kernels() -> bool:
     """Whether MXFP8 runs here as such: capability 10.x, CUDA 12.8 or newer, and torchao's own kernels for it."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
-        return False
-    if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 8):
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    if cuda < (12, 8) or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
         return False
     try:
         import_module("torchao._C_mxfp8")
@@ -101,32 +101,16 @@ def _mx_product(recipe: str, emulate: bool) -> Product:
     return multiplied
 
 
-def _mx_scaling(rows: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    from functools import partial
-
-    from torchao.float8.float8_utils import to_fp8_saturated  # pyright: ignore
-
-    largest = rows.float().unflatten(-1, (-1, 32)).abs().amax(-1)
-    scale = torch.exp2(-torch.ceil(torch.log2(largest.clamp(min=2.0**-118) / 448)))
-    return scale.repeat_interleave(32, -1), partial(cast("Any", to_fp8_saturated), float8_dtype=torch.float8_e4m3fn)
-
-
 @cache
 def product(recipe: str, *, emulate: bool) -> Product:
     """The product of one of the plan's recipes; with ``emulate`` it is computed in fp32 from the rounded numbers."""
     if recipe.startswith("mxfp8"):
         return _mx_product(recipe, emulate)
     config, how = _recipe(recipe, emulate)
-    from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen  # pyright: ignore
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # pyright: ignore
-
-    cast("Any", _patch_inductor_min_max_codegen)()  # as torchao's own conversion: its kernels are wrong without
-    multiply: Any = cast("Any", matmul_with_hp_or_float8_args).apply
-
-    def multiplied(rows: Tensor, weight_t: Tensor) -> Tensor:
-        return multiply(rows, weight_t, how, config)
-
-    return multiplied
+    # as torchao's own conversion: its kernels are wrong without
+    _float8("_inductor_patch")._patch_inductor_min_max_codegen()
+    multiply = _float8("float8_linear").matmul_with_hp_or_float8_args.apply
+    return lambda rows, weight_t: multiply(rows, weight_t, how, config)
 
 
 def scaling(rows: Tensor, recipe: str, role: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -135,25 +119,22 @@ def scaling(rows: Tensor, recipe: str, role: str) -> tuple[Tensor, Callable[[Ten
     ``rows`` are of the operand named ``role`` (input, weight, gradient), in the product where each of its rows has a
     scale of its own if the recipe's have: fp32 (rows, 1), else a scalar; of blocks (rows, columns).
     """
+    round_to = _float8("float8_utils").to_fp8_saturated
     if recipe.startswith("mxfp8"):
-        return _mx_scaling(rows)
-    from functools import partial
-
-    from torchao.float8 import float8_scaling_utils  # pyright: ignore
-    from torchao.float8.config import ScalingGranularity  # pyright: ignore
-    from torchao.float8.float8_utils import to_fp8_saturated  # pyright: ignore
-
+        largest = rows.float().unflatten(-1, (-1, 32)).abs().amax(-1)
+        scale = torch.exp2(-torch.ceil(torch.log2(largest.clamp(min=2.0**-118) / 448)))
+        return scale.repeat_interleave(32, -1), partial(round_to, float8_dtype=torch.float8_e4m3fn)
     config, _ = _recipe(recipe, False)
     cast_to: Any = getattr(config, f"cast_config_{'grad_output' if role == 'gradient' else role}")
-    by_row = cast_to.scaling_granularity is cast("Any", ScalingGranularity).AXISWISE
-    scale: Tensor = cast("Any", float8_scaling_utils).tensor_to_scale(
+    by_row = cast_to.scaling_granularity is _float8("config").ScalingGranularity.AXISWISE
+    scale = _float8("float8_scaling_utils").tensor_to_scale(
         rows,
         cast_to.target_dtype,
         scaling_granularity=cast_to.scaling_granularity,
         axiswise_dim=-1 if by_row else None,
         round_scales_to_power_of_2=config.round_scales_to_power_of_2,
     )
-    return scale, partial(cast("Any", to_fp8_saturated), float8_dtype=cast_to.target_dtype)
+    return scale, partial(round_to, float8_dtype=cast_to.target_dtype)
 
 
 # ------------------------------------------------------------------ weights that are gathered in FP8
@@ -161,25 +142,19 @@ def scaling(rows: Tensor, recipe: str, role: str) -> tuple[Tensor, Callable[[Ten
 
 def scales(amax: Tensor) -> Tensor:
     """The scales under which the largest magnitudes ``amax`` (fp32, any shape) become e4m3's largest number."""
-    from torchao.float8.float8_utils import amax_to_scale  # pyright: ignore
-
-    return cast("Any", amax_to_scale)(amax, torch.float8_e4m3fn)
+    return _float8("float8_utils").amax_to_scale(amax, torch.float8_e4m3fn)
 
 
 def rounded(weight: Tensor, scale: Tensor) -> Tensor:
     """``weight * scale`` in e4m3."""
-    from torchao.float8.float8_utils import to_fp8_saturated  # pyright: ignore
-
-    return cast("Any", to_fp8_saturated)(weight.float() * scale, torch.float8_e4m3fn)
+    return _float8("float8_utils").to_fp8_saturated(weight.float() * scale, torch.float8_e4m3fn)
 
 
 def weight(data: Tensor, scale: Tensor, dtype: torch.dtype, *, emulate: bool) -> Tensor:
     """A tensor that holds the bytes ``data`` as e4m3 and gives itself out as ``dtype``, for ``product`` to multiply."""
-    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole  # pyright: ignore
-
-    _, how = _recipe("tensorwise", emulate)
-    role: Any = cast("Any", GemmInputRole).WEIGHT
-    return cast("Any", Float8TrainingTensor)(data.view(torch.float8_e4m3fn), scale, dtype, how, gemm_input_role=role)
+    tensors, (_, how) = _float8("float8_training_tensor"), _recipe("tensorwise", emulate)
+    role = tensors.GemmInputRole.WEIGHT
+    return tensors.Float8TrainingTensor(data.view(torch.float8_e4m3fn), scale, dtype, how, gemm_input_role=role)
 
 
 def set_scale(tensor: Tensor, scale: Tensor) -> None:
@@ -202,9 +177,7 @@ def held_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
     if type(tensor).__name__ == "MXTensor":
         return cast("Any", tensor).qdata.dtype
-    if not holds_fp8(tensor):
-        return tensor.dtype
-    return held(tensor)[0].dtype
+    return held(tensor)[0].dtype if holds_fp8(tensor) else tensor.dtype
 
 
 def product_node(output: Tensor) -> Any:

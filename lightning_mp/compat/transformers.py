@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
+
+from lightning_mp.compat.torch import patched
 
 #: set on a tensor that was initialised or loaded
 IS_INITIALIZED = "_is_hf_initialized"
@@ -40,12 +42,5 @@ def conv1d() -> tuple[type[nn.Module], ...]:
 def fakes_unnoticed() -> Generator[None, None, None]:
     """Within, transformers takes tensors without memory for ordinary ones; else it makes masks that no run makes."""
     module: Any = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(module, "is_fake_tensor", None)
-    if before is None:
+    with patched(module, is_fake_tensor=lambda _: False) if hasattr(module, "is_fake_tensor") else nullcontext():
         yield
-        return
-    module.is_fake_tensor = lambda _: False
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = before

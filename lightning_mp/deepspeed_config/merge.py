@@ -17,19 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.deepspeed_config.read import (
-    RULE,
-    SENT,
-    SUBJECT,
-    DeepSpeedNotes,
-    JsonLike,
-    check,
-    dtype_of,
-    is_unset,
-    load_json,
-    read_policy,
-    read_rule,
-)
+from lightning_mp.deepspeed_config import read
+from lightning_mp.deepspeed_config.read import RULE, SENT, SUBJECT, DeepSpeedNotes, check, is_unset
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.pieces import LossScaling
@@ -73,7 +62,7 @@ def completed(policy: PrecisionPolicy, user: Mapping[str, Any] | None) -> Precis
     if policy.loss_scaling != LossScaling() or not isinstance(block, Mapping):
         return policy
     said = check("fp16", without_unset(block))[0]  # ``compose`` says what is wrong with it
-    rule = read_rule(said, Faults()) if said.keys() & {"loss_scale", *RULE} else None
+    rule = read.read_rule(said, Faults()) if said.keys() & {"loss_scale", *RULE} else None
     return policy if rule is None else replace(policy, loss_scaling=rule)
 
 
@@ -97,7 +86,7 @@ def compose(
     """
     if policy.precision == "auto":
         raise ValueError("a DeepSpeed config needs a resolved precision, not 'auto'")
-    given = without_unset(load_json(user)) if user is not None else {}
+    given = without_unset(read.load_json(user)) if user is not None else {}
     policy = completed(policy, given)
     with Faults(SUBJECT) as faults:
         config, wrong = check("", given)
@@ -128,7 +117,7 @@ def compose(
 def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults) -> None:
     """Note every key that says otherwise than the plan does, with both values."""
     blocks = {name: config.get(name, {}) for name in ("fp16", "bf16", "bfloat16", "torch_autocast", "data_types")}
-    bf16, autocast = (False, policy.precision.startswith("bf16")), dtype_of(blocks["torch_autocast"].get("dtype"))
+    bf16, autocast = (False, policy.precision.startswith("bf16")), read.dtype_of(blocks["torch_autocast"].get("dtype"))
     #: the plan's field, and what a key may say under it
     rows: dict[str, tuple[str, tuple[Any, ...]]] = {
         "fp16.enabled": ("precision", (policy.compute_dtype == "fp16",)),
@@ -143,14 +132,14 @@ def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults)
     rule = policy.loss_scaling if policy.compute_dtype == "fp16" else None
     if rule is not None:
         rows["fp16.loss_scale"] = ("loss_scaling", (0 if rule.dynamic else rule.init_scale,))
-        said = read_rule(blocks["fp16"], faults)
+        said = read.read_rule(blocks["fp16"], faults)
         for key, field in RULE.items() if said is not None and said.dynamic and rule.dynamic else ():
             same = getattr(said, field) == getattr(rule, field)
             rows[f"fp16.{key}"] = (f"loss_scaling.{field}", (blocks["fp16"].get(key),) if same else ())
     for path, (field, allowed) in rows.items():
         block, _, key = path.rpartition(".")
         value = (blocks[block] if block else config).get(key)
-        if value is not None and value not in allowed and dtype_of(value) not in allowed:
+        if value is not None and value not in allowed and read.dtype_of(value) not in allowed:
             _contradiction(f"{path}={value!r}", f"{field}={attrgetter(field)(policy)!r} in the plan", faults)
 
 
@@ -250,7 +239,7 @@ class DeepSpeedJson:
     deepspeed_notes: DeepSpeedNotes | None = None
 
     @classmethod
-    def from_deepspeed(cls, config: JsonLike) -> Self:
+    def from_deepspeed(cls, config: read.JsonLike) -> Self:
         """A plan from a DeepSpeed JSON: a mapping, an OmegaConf ``DictConfig`` or the path of a file.
 
         ``fp16`` is ``"16-mixed"``, ``bf16`` ``"bf16-mixed"``, neither ``"32-true"``; ``"auto"`` that nothing decides is
@@ -259,7 +248,7 @@ class DeepSpeedJson:
         Raises:
             PlanError: no JSON, or one that asks for formats a plan cannot carry out; every fault is named at once.
         """
-        policy, notes = read_policy(config)
+        policy, notes = read.read_policy(config)
         plan: Self = cast("Any", cls).from_policy(policy)
         plan.deepspeed_notes = notes
         return plan
@@ -304,7 +293,7 @@ class DeepSpeedJson:
         if policy.buffer_dtype is not None:
             composed["data_types"]["buffer_dtype"] = policy.buffer_dtype
         config = {**first, "fp16": composed["fp16"], "bf16": composed["bf16"], **composed}
-        comment = _without_key(policy, read_policy(config)[0])
+        comment = _without_key(policy, read.read_policy(config)[0])
         if comment:
             config = {"_comment": comment, **config}
         if path is not None:
@@ -321,7 +310,7 @@ def _refuse_other_numbers(policy: PrecisionPolicy, faults: Faults) -> None:
     if policy.nonfinite.action == "raise":
         faults.add("nonfinite='raise', where DeepSpeed goes on", f"write nonfinite='skip', or {itself}")
     rule = policy.loss_scaling
-    back = read_rule(_said(rule), faults) if rule is not None and rule.dynamic else None
+    back = read.read_rule(_said(rule), faults) if rule is not None and rule.dynamic else None
     for name, there in asdict(back).items() if back is not None else ():
         own = getattr(rule, name)
         if own not in (there, _MAY_DIFFER.get(name, there)):

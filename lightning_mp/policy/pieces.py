@@ -14,8 +14,6 @@ from lightning_mp.errors import Faults, did_you_mean, is_number, is_whole
 from lightning_mp.policy.words import DTYPES
 
 STORAGE_DTYPES = ("fp32", "bf16", "fp16")
-#: torchao's recipes, by the words a plan has for them
-RECIPES = ("rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8", "mxfp8_gw_hp")
 # torch.amp.GradScaler's defaults, https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 TORCH_INIT_SCALE = 2.0**16
 TORCH_GROWTH_INTERVAL = 2000

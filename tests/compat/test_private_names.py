@@ -164,6 +164,8 @@ def _private_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
             texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             yield from ((node.lineno, str(text)) for text in texts if _private(text))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "patched":
+            yield from ((node.lineno, str(keyword.arg)) for keyword in node.keywords if _private(keyword.arg))
 
 
 def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
