@@ -212,6 +212,12 @@ def checkpoint_connector(trainer: Trainer) -> Generator[Any, None, None]:
         yield connector
 
 
+def parsed_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
+    """The optimizers of what ``configure_optimizers`` returned, and its schedules as Lightning keeps them."""
+    optimizers, schedules, monitor = __getattr__("configure_optimizers")(given)
+    return optimizers, __getattr__("configure_schedulers_automatic_opt")(schedules, monitor)
+
+
 def keep_sampler(trainer: Trainer) -> None:
     """Have the Trainer leave the user's own sampler in place of a ``DistributedSampler``."""
     cast("Any", trainer)._accelerator_connector.use_distributed_sampler = False
