@@ -251,10 +251,3 @@ def reentrant(module: nn.Module) -> bool | None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 
     return module.checkpoint_impl is CheckpointImpl.REENTRANT if isinstance(module, CheckpointWrapper) else None
-
-
-def allocations(profile: Any) -> list[int]:
-    """Bytes that the CPU's allocator gave out (or took back: below 0), in the order in which it did."""
-    events = profile.profiler.kineto_results.events()
-    found = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    return [size for _, size in sorted(found, key=lambda one: one[0])]

@@ -99,7 +99,6 @@ def compose(
         auto_cast = config.get("fp16", {}).get("auto_cast", False)
         fp16 = {"enabled": fp16_supported, "auto_cast": auto_cast, **_said(policy.loss_scaling)}
     # What agrees is taken out too: the engine would cast, pins included, or refuse what is not its own mode.
-    config.pop("bfloat16", None)
     types = {key: value for key, value in config.get("data_types", {}).items() if not key.endswith("_dtype")}
     return {
         "zero_allow_untested_optimizer": True,  # the step is the plan's, whatever the optimizer
@@ -116,13 +115,12 @@ def compose(
 
 def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults) -> None:
     """Note every key that says otherwise than the plan does, with both values."""
-    blocks = {name: config.get(name, {}) for name in ("fp16", "bf16", "bfloat16", "torch_autocast", "data_types")}
-    bf16, autocast = (False, policy.precision.startswith("bf16")), read.dtype_of(blocks["torch_autocast"].get("dtype"))
+    blocks = {name: config.get(name, {}) for name in ("fp16", "bf16", "torch_autocast", "data_types")}
+    autocast = read.dtype_of(blocks["torch_autocast"].get("dtype"))
     #: the plan's field, and what a key may say under it
     rows: dict[str, tuple[str, tuple[Any, ...]]] = {
         "fp16.enabled": ("precision", (policy.compute_dtype == "fp16",)),
-        "bf16.enabled": ("precision", bf16),
-        "bfloat16.enabled": ("precision", bf16),
+        "bf16.enabled": ("precision", (False, policy.precision.startswith("bf16"))),
         "torch_autocast.enabled": ("precision", (False, policy.mixed and autocast == policy.compute_dtype)),
         SENT: ("reduce_dtype", (policy.reduce_dtype,)),
         "data_types.grad_accum_dtype": ("precision", ("fp32",)),

@@ -62,14 +62,11 @@ def _keys(**names: str) -> dict[str, str]:
     return {name: kind for kind, listed in names.items() for name in listed.split()}
 
 
-_BF16 = _keys(
-    bool="enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
-)
 #: every key of the file (``""``) and of the blocks that decide formats
 BLOCKS: Mapping[str, Mapping[str, str]] = {
     "": _keys(
         object="""
-            activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile csv_monitor
+            activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger compile csv_monitor
             data_efficiency data_types expert_parallel flops_profiler fp16 hybrid_engine optimizer pipeline scheduler
             tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization""",
         positive="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
@@ -89,8 +86,9 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
         integer="initial_scale_power",
         positive="loss_scale_window hysteresis",
     ),
-    "bf16": _BF16,
-    "bfloat16": _BF16,
+    "bf16": _keys(
+        bool="enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
+    ),
     "torch_autocast": _keys(bool="enabled", dtype="dtype", any="lower_precision_safe_modules"),
     "data_types": _keys(dtype="grad_accum_dtype param_dtype buffer_dtype", any="keep_in_fp32_modules"),
 }
@@ -111,16 +109,12 @@ _REMOVED = (
     *("nebula", "sparse_gradients", "eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"),
     *("curriculum_learning", "progressive_layer_drop"),
 )
-_MASTERS = ("master_weights_and_grads", "optimizer_states")
 #: what chooses formats instead of the plan, or what DeepSpeed 0.19 refuses, and why
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(_FORMATS, "precision comes from the plan"),
     **dict.fromkeys(_REMOVED, "DeepSpeed 0.19 removed it"),
     **dict.fromkeys(
-        (
-            "fp16.fp16_master_weights_and_grads",
-            *(f"{one}.bf16_{two}" for one in ("bf16", "bfloat16") for two in _MASTERS),
-        ),
+        ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
         "the plan's precision says what is stored: fp32 under the '-mixed' modes, the half format under '-true'",
     ),
     "torch_autocast.lower_precision_safe_modules": "pins={pattern: dtype} chooses the format of a module",
@@ -214,10 +208,6 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
     """
     config = load_json(source)
     notes = DeepSpeedNotes({}, {}, {})
-    bf16 = "bf16" if is_unset(config.get("bfloat16")) or not is_unset(config.get("bf16")) else "bfloat16"
-    if bf16 == "bf16" and not is_unset(config.get("bfloat16")):
-        notes.refused["bfloat16"] = "DeepSpeed reads bf16 where both stand: remove one"
-        del config["bfloat16"]
     with Faults(SUBJECT) as faults:
         good, wrong = check("", config)
         for path, fault in wrong.items():
@@ -225,7 +215,7 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
                 faults.extend([fault])
             else:
                 notes.refused[path] = f"{fault.given}: {fault.fix}"
-        fields = _fields(good, bf16, notes.taken, faults)
+        fields = _fields(good, notes.taken, faults)
     for name, value in config.items():
         key = str(name)
         if key in notes.refused:
@@ -242,11 +232,11 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
     return PrecisionPolicy(**fields), notes
 
 
-def _fields(good: dict[str, Any], bf16: str, taken: dict[str, str], faults: Faults) -> dict[str, Any]:
-    """The fields of a policy; ``bf16`` is the one of its block's two names that counts."""
+def _fields(good: dict[str, Any], taken: dict[str, str], faults: Faults) -> dict[str, Any]:
+    """The fields of a policy; the keys that say them are noted in ``taken``."""
     blocks = {name: good.get(name) or {} for name in BLOCKS if name}
-    fp16, types = blocks["fp16"], blocks["data_types"]
-    precision = _precision(blocks, bf16, taken, faults)
+    fp16, bf16, types = blocks["fp16"], blocks["bf16"], blocks["data_types"]
+    precision = _precision(blocks, taken, faults)
     fields: dict[str, Any] = {"precision": precision}
     if precision == "auto" or fp16.get("enabled") is True:
         rule = fields["loss_scaling"] = read_rule(fp16, faults)
@@ -257,10 +247,10 @@ def _fields(good: dict[str, Any], bf16: str, taken: dict[str, str], faults: Faul
                 taken[f"fp16.{key}"] = f"loss_scaling.{field}={getattr(rule, field)!r}"
     elif precision == "16-mixed":
         fields["loss_scaling"] = LossScaling.torch()  # torch_autocast in fp16 scales with a torch.amp.GradScaler
-    checks = blocks[bf16].get("check_grad_overflow")
-    if precision in ("bf16-mixed", "auto") and blocks[bf16].get("enabled") and not is_unset(checks):
+    checks = bf16.get("check_grad_overflow")
+    if precision in ("bf16-mixed", "auto") and bf16.get("enabled") and not is_unset(checks):
         fields["nonfinite"] = NonFinite(action="skip" if checks else "ignore")
-        taken[f"{bf16}.check_grad_overflow"] = f"nonfinite={fields['nonfinite'].action!r}"
+        taken["bf16.check_grad_overflow"] = f"nonfinite={fields['nonfinite'].action!r}"
     if dtype_of(types.get("grad_accum_dtype")) not in (None, "fp32"):
         given = f"data_types.grad_accum_dtype={types['grad_accum_dtype']!r}"
         faults.add(given, "fp32, as the plan does", "remove data_types.grad_accum_dtype from the JSON")
@@ -273,11 +263,10 @@ def _fields(good: dict[str, Any], bf16: str, taken: dict[str, str], faults: Faul
     return fields
 
 
-def _precision(blocks: dict[str, dict[str, Any]], bf16: str, taken: dict[str, str], faults: Faults) -> str:
+def _precision(blocks: dict[str, dict[str, Any]], taken: dict[str, str], faults: Faults) -> str:
     """Who computes in which format."""
-    formats = {"fp16": "fp16", bf16: "bf16"}
-    enabled = {name: blocks[name].get("enabled") for name in formats}
-    on = {f"{name}.enabled=True": formats[name] for name, value in enabled.items() if value is True}
+    enabled = {name: blocks[name].get("enabled") for name in _MODES}
+    on = {f"{name}.enabled=True": name for name, value in enabled.items() if value is True}
     autocast = blocks["torch_autocast"]
     dtype = dtype_of(autocast.get("dtype"))
     if autocast.get("enabled") == "auto":
@@ -293,7 +282,7 @@ def _precision(blocks: dict[str, dict[str, Any]], bf16: str, taken: dict[str, st
     if precision == "auto" and False in enabled.values():
         undecided, off = sorted(enabled, key=lambda name: enabled[name] is False)
         given = f"{undecided}.enabled='auto' with {off}.enabled=False, which a plan of precision 'auto' may choose"
-        faults.add(given, f"write {undecided}.enabled: true for {_MODES[formats[undecided]]!r}, false for '32-true'")
+        faults.add(given, f"write {undecided}.enabled: true for {_MODES[undecided]!r}, false for '32-true'")
     for name, value in enabled.items():
         if "enabled" in blocks[name]:
             taken[f"{name}.enabled"] = f"precision={precision!r}" if value else "off"
@@ -316,4 +305,4 @@ def _decides_formats(key: str) -> bool:
     if key in known or key in BLOCKS[""] or key in REFUSED:
         return key in known
     within = {name for block in known for name in BLOCKS.get(block, ())} - {"enabled", "dtype"}
-    return key in within or bool(difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.7))
+    return key in within or bool(difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.65))

@@ -6,11 +6,10 @@ import gc
 import itertools
 import os
 from types import TracebackType
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-from lightning_mp.compat.torch import allocations
 
 # Kineto says on stderr that it starts and stops, unless its level of logging is above all it has; it reads this once.
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -51,4 +50,6 @@ class PeakMemory:
         finally:
             if self._level is None:
                 os.environ.pop(_LOG_LEVEL, None)
-        self.bytes = max(itertools.accumulate(allocations(self._profile), initial=0))
+        events = cast("Any", self._profile).profiler.kineto_results.events()
+        memory = sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns())
+        self.bytes = max(itertools.accumulate((one.nbytes() for one in memory), initial=0))  # < 0: taken back

@@ -60,12 +60,10 @@ def refusal(device: Device, precision: str, *, emulate: bool = False) -> tuple[s
     given = f"precision={precision!r} on {device.name} ({device.type})"
     if device.type not in SUPPORTED_DEVICES:
         return given, f"devices of type {', '.join(SUPPORTED_DEVICES)}", "set Trainer(accelerator='cpu') or 'gpu'"
-    if precision.startswith(("bf16", "fp8")) and device.bf16 == "none":
-        if not device.fp16:
-            return given, "32-true on a device without half-precision arithmetic", "use '32-true'"
-        return given, "32-true, 16-mixed, 16-true on a device without bf16", "use '16-mixed'"
-    if precision.startswith("16") and not device.fp16:
+    if precision.startswith(("bf16", "fp8", "16")) and not device.fp16:
         return given, "32-true on a device without half-precision arithmetic", "use '32-true'"
+    if precision.startswith(("bf16", "fp8")) and device.bf16 == "none":
+        return given, "32-true, 16-mixed, 16-true on a device without bf16", "use '16-mixed'"
     if precision.startswith("fp8") and not emulate and not device.fp8:
         fix = "use 'bf16-mixed', or FP8(emulate=True) to see the numbers at the cost of speed"
         return given, "a CUDA device of compute capability 8.9 or newer, or a CPU", fix

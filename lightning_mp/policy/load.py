@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
@@ -15,9 +15,8 @@ from lightning_mp.policy.pieces import LossScaling
 from lightning_mp.policy.words import precision_fix, precision_word
 
 #: what a ``_target_`` may name besides a class whose fields are written out, and what builds it
-_CONSTRUCTORS: Mapping[str, Callable[..., LossScaling]] = {
-    f"LossScaling.{build.__name__}": build
-    for build in (LossScaling.torch, LossScaling.deepspeed, LossScaling.megatron, LossScaling.static)
+_CONSTRUCTORS = {
+    f"LossScaling.{name}": getattr(LossScaling, name) for name in ["torch", "deepspeed", "megatron", "static"]
 }
 _CLASSES = ("MixedPrecisionPlan", "PrecisionPolicy", "LossScaling", "Pin", "Checkpointing", "NonFinite", "FP8")
 #: keys with which Hydra says what a mapping is built as

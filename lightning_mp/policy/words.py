@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Literal, get_args
 
 from lightning_mp.errors import did_you_mean, nearest
@@ -13,19 +12,17 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 #: what a precision stores unpinned parameters in, and what most matrix products run in (those of ``"fp8-mixed"`` that
 #: are not converted); Lightning's own plugins leave parameters that are to be stored in fp32 as they are
-DTYPES_OF: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "64-true": ("fp64", "fp64"),
-        "32-true": ("fp32", "fp32"),
-        "bf16-mixed": ("fp32", "bf16"),
-        "16-mixed": ("fp32", "fp16"),
-        "bf16-true": ("bf16", "bf16"),
-        "16-true": ("fp16", "fp16"),
-        "fp8-mixed": ("fp32", "bf16"),
-        "transformer-engine": ("bf16", "fp8"),
-        "transformer-engine-float16": ("fp16", "fp8"),
-    }
-)
+DTYPES_OF: Mapping[str, tuple[str, str]] = {
+    "64-true": ("fp64", "fp64"),
+    "32-true": ("fp32", "fp32"),
+    "bf16-mixed": ("fp32", "bf16"),
+    "16-mixed": ("fp32", "fp16"),
+    "bf16-true": ("bf16", "bf16"),
+    "16-true": ("fp16", "fp16"),
+    "fp8-mixed": ("fp32", "bf16"),
+    "transformer-engine": ("bf16", "fp8"),
+    "transformer-engine-float16": ("fp16", "fp8"),
+}
 #: the words of Lightning's own plugins
 STOCK_PRECISIONS = tuple(word for word in DTYPES_OF if word != "fp8-mixed")
 
@@ -40,7 +37,7 @@ DTYPES = {alias: name for name, aliases in _ALIASES.items() for alias in (name, 
 #: how a precision begins that is of such a format, where otherwise than the format
 _BEGINNINGS = {"fp32": "32", "fp16": "16"}
 #: a format alone, as Lightning reads it
-_ALONE = MappingProxyType({"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"})
+_ALONE = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"}
 
 
 def precision_word(value: object) -> str | None:

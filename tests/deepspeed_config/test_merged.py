@@ -74,7 +74,6 @@ def test_the_rest_of_a_users_json_is_kept_and_the_users_dict_is_neither_changed_
 #: what agrees with the plan: the plan does it, and the engine is not told
 AGREES: list[tuple[str, dict[str, Any]]] = [
     ("bf16-mixed", {"bf16.enabled": True, "bf16.bf16_master_weights_and_grads": False}),
-    ("bf16-true", {"bfloat16.enabled": True}),
     ("bf16-mixed", {"bf16.enabled": False, "fp16.enabled": False, "bf16.check_grad_overflow": False}),
     ("bf16-mixed", {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"}),
     ("32-true", {"torch_autocast.enabled": False, "torch_autocast.dtype": "bfloat16"}),
@@ -93,7 +92,6 @@ def test_what_agrees_with_the_plan_is_the_plans_to_do(
 ) -> None:
     made = composed(precision, nested(user))
     assert made["bf16"] == made["torch_autocast"] == OFF
-    assert "bfloat16" not in made
     assert made["data_types"] == {"grad_accum_dtype": "fp32"}
     assert made["communication_data_type"] == "fp32"
     parse(with_trainer(made))
@@ -116,7 +114,6 @@ STATIC = {"loss_scaling": LossScaling.static(512.0)}
 #: precision, the user's JSON, what the message shows of the plan, and further fields of the plan or of the strategy
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("16-mixed", {"bf16.enabled": True}, "precision='16-mixed'", {}),
-    ("16-true", {"bfloat16.enabled": True}, "precision='16-true'", {}),
     ("bf16-mixed", {"fp16.enabled": True}, "precision='bf16-mixed'", {}),
     ("16-mixed", {"fp16.enabled": False}, "precision='16-mixed'", {}),
     ("bf16-mixed", {"torch_autocast.enabled": True, "torch_autocast.dtype": None}, "precision='bf16-mixed'", {}),
@@ -177,7 +174,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"fp8.enabled": True}, "fp8={'enabled': True}", "remove fp8"),
     ({"sparse_gradients": True}, "sparse_gradients=True", "remove"),
     ({"fp16.inital_scale_power": 16}, "unknown key fp16.inital_scale_power", "did you mean 'initial_scale_power'?"),
-    ({"bfloat16.enable": True}, "unknown key bfloat16.enable", "did you mean 'enabled'?"),
+    ({"bfloat16.enabled": True}, "unknown key bfloat16", "did you mean 'bf16'?"),
     ({"zero_optimisation": {}}, "unknown key zero_optimisation", "did you mean 'zero_optimization'?"),
     ({7: 1}, "unknown key 7", "remove it"),
     ({"fp16": True}, "fp16=True", "correct it"),
