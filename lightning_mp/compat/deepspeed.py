@@ -15,28 +15,11 @@ from torch.nn import functional
 
 from lightning_mp.compat.torch import new_hooks_first, patched
 
-#: where the function comes from that stage 3 puts in place of torch's
-_ZERO_LINEAR = "deepspeed.runtime.zero.linear"
 
-
-class FunctionalLinear:
-    """Restores ``torch.nn.functional.linear``, which stage 3 replaces for the process and leaves replaced.
-
-    Of runs that overlap the first one, which found torch's own, restores it.
-    """
-
-    def __init__(self) -> None:
-        self._own: Callable[..., Tensor] | None = None
-
-    def remember(self) -> None:
-        """Before DeepSpeed makes or takes a model."""
-        if functional.linear.__module__ != _ZERO_LINEAR:
-            self._own = functional.linear
-
-    def restore(self) -> None:
-        """After the run."""
-        if self._own is not None and functional.linear.__module__ == _ZERO_LINEAR:
-            functional.linear = self._own
+def restore_linear() -> None:
+    """Put torch's own ``functional.linear`` back, which stage 3 replaces for the process and leaves replaced."""
+    if functional.linear.__module__ == "deepspeed.runtime.zero.linear":
+        functional.linear = cast("Any", torch)._C._nn.linear
 
 
 #: by module, the ZeRO optimizer that put its hooks into it last, and which they keep alive
@@ -57,12 +40,6 @@ def initialize(module: nn.Module, **given: Any) -> tuple[Any, Any]:
     if hasattr(engine.optimizer, "destroy"):
         _former[module] = weakref.ref(engine.optimizer)
     return engine, optimizer
-
-
-def trained_names(zero: Any, module: nn.Module) -> list[list[str]]:
-    """Names of the parameters by param group of a ZeRO-1 or 2 optimizer."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [[names[id(one)] for one in group] for group in zero.bit16_groups]
 
 
 def partitions(optimizer: Any) -> list[tuple[Sequence[Tensor], Tensor]]:
@@ -91,11 +68,6 @@ def scale_of(engine: Any) -> tuple[float, int, int | None, float] | None:
     floor = getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0
     hysteresis = rule.cur_hysteresis if getattr(rule, "delayed_shift", 1) > 1 else None
     return float(scale), clean, hysteresis, float(floor)
-
-
-def skipped_steps(engine: Any) -> int:
-    """How many steps a stock ``DeepSpeedEngine`` has skipped."""
-    return engine.skipped_steps
 
 
 class Zero:
@@ -223,12 +195,6 @@ def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
             changed = True
     if changed:
         zero._link_all_hp_params()  # parameters hold views of their masters
-
-
-def forget_gradients(zero: Any) -> None:
-    """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
-    zero.averaged_gradients, zero.all_grad_tensors = {}, {}
-    zero.micro_step_id = -1
 
 
 # ------------------------------------------------------------------ what this rank has of a parameter

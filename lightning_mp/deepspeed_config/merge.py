@@ -187,12 +187,10 @@ def add_trainer(
     clip_norm: float | None,
     accumulate: int,
     world_size: int,
-    micro_batch: int | None,
 ) -> dict[str, Any]:
     """A copy of a config with what the Trainer decides: clipping, accumulation and the batch.
 
-    ``micro_batch`` is the dataloader's batch size, ``None`` where it is not known. Clipping that stands in the JSON
-    alone is kept, and the caller clips by it.
+    Clipping that stands in the JSON alone is kept, and the caller clips by it.
 
     Raises:
         PlanError: every value that JSON and Trainer give differently, with both.
@@ -204,13 +202,12 @@ def add_trainer(
         for key, value, words in (
             (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
             (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),
-            (_MICRO, micro_batch, "a dataloader with batch_size={}"),
         ):
-            if key in own and value is not None and own[key] != value:
+            if value is not None and own.get(key, value) != value:
                 given = f"{key}={own[key]!r} in the JSON and {words.format(repr(value))}"
                 faults.add(given, f"write {words.format(own[key])}, or remove {key} from the JSON")
         steps = own.get(_STEPS, accumulate)
-        micro = own.get(_MICRO, micro_batch)
+        micro = own.get(_MICRO)
         if micro is None:  # alone, the whole batch says what a part of it is
             micro, rest = divmod(own.get(_BATCH, steps * world_size), steps * world_size)
             micro = 1 if rest else micro

@@ -19,14 +19,12 @@ from lightning_mp.checkpoints.folders import loads_alike, resumable
 from lightning_mp.checkpoints.formats import without_file_protocol
 from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.deepspeed import (
-    FunctionalLinear,
     cast_partition,
-    forget_gradients,
     gather_as,
     halve_masters,
     initialize,
     reduce_as_stored,
-    trained_names,
+    restore_linear,
 )
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
@@ -127,7 +125,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         super().__init__(**cast("Any", self._zero), **host)
         self._host_defaults = self.config
         self._given = None if config is None else load_json(config)
-        self._stage, self._linear = stage, FunctionalLinear()
+        self._stage = stage
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -201,7 +199,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 clip_norm=trainer.gradient_clip_val if by_norm else None,
                 accumulate=trainer.accumulate_grad_batches,
                 world_size=self.world_size,
-                micro_batch=None,
             )
         except PlanError as error:
             faults.extend(fault for fault in error.faults if fault not in faults.found)
@@ -253,7 +250,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         self.model, _ = self._engine_of(model, config, [], None, None)
 
     def _engine_of(self, model: nn.Module, config: Any, groups: Any, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
-        self._linear.remember()
         engine, zero = initialize(
             model,
             args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
@@ -293,13 +289,12 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         # What ZeRO-3 stores is fp32. zero.Init takes that from a config without half engines alone: of a dtype it is
         # given it makes bf16 on a device for which DeepSpeed has no fp16 (Init._set_dtype).
         config |= {"fp16": {"enabled": False}, "train_micro_batch_size_per_gpu": 1}
-        self._linear.remember()
         with deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config):
             yield
 
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
-        self._linear.restore()
+        restore_linear()
         super().teardown()
 
     # ------------------------------------------------------------------ the step
@@ -309,7 +304,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         module = self._user_module
         accumulating = module.automatic_optimization and accumulates(module.trainer)
         if accumulating and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
-            forget_gradients(self.deepspeed_engine.optimizer)  # of a window that an epoch left out in its midst
+            zero = cast("Any", self.deepspeed_engine).optimizer  # has those of a window an epoch left out
+            zero.averaged_gradients, zero.all_grad_tensors, zero.micro_step_id = {}, {}, -1
         self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -351,8 +347,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
 
     def reads(self, path: Any) -> bool:
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
-        module = self._user_module
-        groups = [group for zero in self.optimizers for group in trained_names(zero, module)] if self._stage < 3 else []
+        names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
+        flat = [group for zero in cast("Any", self.optimizers) if self._stage < 3 for group in zero.bit16_groups]
+        groups = [[names[id(one)] for one in group] for group in flat]
         return alike and (not groups or loads_alike(Path(path), groups))
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ def test_the_plan_of_a_json_runs_beside_it_and_deepspeed_reads_what_comes_out(na
     accumulate = made.get("gradient_accumulation_steps", 1)
     world = made.get("train_batch_size", 0) // (made.get("train_micro_batch_size_per_gpu", 1) * accumulate)
     world = max(world, 1) if "train_micro_batch_size_per_gpu" in made else 1
-    final = add_trainer(made, clip_norm=None, accumulate=accumulate, world_size=world, micro_batch=None)
+    final = add_trainer(made, clip_norm=None, accumulate=accumulate, world_size=world)
     final.pop("train_batch_size", None)  # this process is a world of one
     seen = parse(final)
     assert (seen.zero_optimization_stage, seen.float16_config.enabled) == (stage, policy.precision == "16-mixed")

@@ -219,7 +219,7 @@ def test_every_contradiction_is_reported_at_once() -> None:
 def test_deepspeed_reads_what_is_written(precision: str, stage: int, parse: Callable[..., Any]) -> None:
     for optimizer, parameters, supported in ((True, stage == 3, True), (False, False, False)):
         flags = {"offload_optimizer": optimizer, "offload_parameters": parameters, "fp16_supported": supported}
-        written = with_trainer(composed(precision, stage=stage, **flags), clip_norm=0.5, accumulate=4, micro_batch=2)
+        written = with_trainer(composed(precision, stage=stage, **flags), clip_norm=0.5, accumulate=4)
         seen = parse(json.loads(json.dumps(written)))
         assert seen.zero_optimization_stage == stage
         assert (seen.zero_config.offload_optimizer is not None) == optimizer
@@ -229,7 +229,7 @@ def test_deepspeed_reads_what_is_written(precision: str, stage: int, parse: Call
         assert not seen.torch_autocast_enabled
         assert (str(seen.communication_data_type), seen.grad_accum_dtype) == ("torch.float32", "fp32")
         assert (seen.gradient_clipping, seen.gradient_accumulation_steps) == (0.5, 4)
-        assert (seen.train_micro_batch_size_per_gpu, seen.train_batch_size) == (2, 8)
+        assert (seen.train_micro_batch_size_per_gpu, seen.train_batch_size) == (1, 4)
 
 
 @given(rule=scalings(), precision=st.sampled_from(["16-mixed", "16-true"]))
@@ -282,10 +282,10 @@ def test_a_stage_that_does_not_shard_what_is_asked_for_is_refused() -> None:
 
 
 def test_the_trainer_fills_in_what_the_json_leaves_out() -> None:
-    assert with_trainer({}, clip_norm=0.5, accumulate=4, world_size=8, micro_batch=2) == {
+    assert with_trainer({}, clip_norm=0.5, accumulate=4, world_size=8) == {
         "gradient_clipping": 0.5,
         "gradient_accumulation_steps": 4,
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": 1,
     }
     assert with_trainer({"gradient_clipping": 1.0})["gradient_clipping"] == 1.0
     config = with_trainer({"train_batch_size": 256}, accumulate=4, world_size=8)
@@ -299,9 +299,9 @@ def test_what_the_trainer_says_otherwise_is_one_fault_each_with_both_values() ->
         "train_micro_batch_size_per_gpu": 2,
         "train_batch_size": 100,
     }
-    found = faults_of(lambda: with_trainer(user, clip_norm=0.5, accumulate=2, micro_batch=3))
+    found = faults_of(lambda: with_trainer(user, clip_norm=0.5, accumulate=2))
     for fault, words in zip(
-        found, ("gradient_clip_val=0.5", "accumulate_grad_batches=2", "batch_size=3", "1 devices = 8"), strict=True
+        found, ("gradient_clip_val=0.5", "accumulate_grad_batches=2", "1 devices = 8"), strict=True
     ):
         assert " in the JSON and " in fault.given
         assert words in fault.given
@@ -323,7 +323,7 @@ def test_any_json_composes_or_is_refused_and_stays_as_it_was(
     given = dict(zip(names, flags, strict=True))
     for call in (
         lambda: composed(precision, user, stage=stage, **given),
-        lambda: with_trainer(user, clip_norm=1.0, micro_batch=2),
+        lambda: with_trainer(user, clip_norm=1.0),
     ):
         try:
             call()

@@ -75,7 +75,7 @@ def the_fault(call: Callable[[], object]) -> Fault:
 
 
 def with_trainer(config: Mapping[str, Any], **words: Any) -> dict[str, Any]:
-    defaults: dict[str, Any] = {"clip_norm": None, "accumulate": 1, "world_size": 1, "micro_batch": None}
+    defaults: dict[str, Any] = {"clip_norm": None, "accumulate": 1, "world_size": 1}
     return add_trainer(config, **(defaults | words))
 
 

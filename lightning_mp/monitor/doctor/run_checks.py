@@ -192,7 +192,7 @@ def _contradictions(
     accumulate = int(case.argument("accumulate_grad_batches", 1))
     clip = case.argument("gradient_clip_val") if by_norm else None
     try:
-        add_trainer(config, clip_norm=clip, accumulate=accumulate, world_size=world or 1, micro_batch=None)
+        add_trainer(config, clip_norm=clip, accumulate=accumulate, world_size=world or 1)
     except PlanError as error:
         yield from error.faults
         return

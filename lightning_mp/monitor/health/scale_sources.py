@@ -95,7 +95,7 @@ class DeepSpeedSource:
         return None if found is None else Scale(*found)
 
     def skipped(self) -> Number:
-        return deepspeed.skipped_steps(self._engine)
+        return self._engine.skipped_steps
 
 
 ScaleSource = PlanSource | StockSource | DeepSpeedSource
