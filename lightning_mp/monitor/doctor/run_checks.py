@@ -157,7 +157,7 @@ def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     config, stage, offloads = own, None, dict[str, bool]()
     if stock and hasattr(own, "plan_engine"):
         config, stage, stock = own._given or {}, own._stage, False
-        offloads = {"offload_optimizer": own._offloads[0], "offload_parameters": own._offloads[1]}
+        offloads = {key: on for key, on in own._zero.items() if key != "stage"}
     elif stock:
         config = own.config
     if not isinstance(config, Mapping):
