@@ -139,11 +139,7 @@ class Zero:
 
 
 class PlanScale:
-    """Gives a ZeRO optimizer the scale that the backward pass used, and leaves moving it to the plan.
-
-    DeepSpeed's own scaler is updated before gradients are divided, so that a step on which the scale grows is made
-    with half of its gradients.
-    """
+    """Gives a ZeRO optimizer the scale that the backward pass used; DeepSpeed's own moves before it is divided by."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler, self.dynamic = scaler, scaler.config.dynamic
@@ -221,10 +217,7 @@ def gather_as(parameter: Any, dtype: torch.dtype | None) -> bool:
 
 
 def reduce_as_stored(zero: Any) -> None:
-    """Have a ZeRO-3 optimizer reduce gradients in the dtype it would without ``gather_as``.
-
-    It reads the same attribute where anything in the process has run DeepSpeed's own ``torch_autocast``.
-    """
+    """Have a ZeRO-3 optimizer reduce gradients in the dtype it would without ``gather_as``."""
     if len(getattr(zero, "ipg_buckets", ())) == 1:
         (only,) = zero.ipg_buckets
         zero.get_param_comm_dtype = lambda _parameter: only

@@ -94,8 +94,7 @@ def __getattr__(name: str) -> Any:
 def meet_other_copy(cls: type, base: str) -> None:
     """Give ``cls`` the class ``base`` of the other copy too, and that copy the ``mp_*`` names, where it is imported.
 
-    Of what is not its own, a Trainer says no more than "invalid type". It takes this, and what to write is said by
-    :func:`check_copy` when a run begins, or by the name.
+    Its Trainer says no more than "invalid type" otherwise: now :func:`check_copy` says what to write.
     """
     if other() not in imported():
         return
@@ -138,10 +137,9 @@ def _connector_that_calls(*functions: str) -> tuple[Any, Mapping[str, Any]]:
 
 
 def precision_word(plugin: Precision) -> Any:
-    """The ``precision=`` of the Trainer being made, ``"32-true"`` where none is given; ``None`` if not its maker.
+    """The ``precision=`` of the Trainer being made; ``None`` where ``plugin`` came by ``plugins=``, or none is made.
 
-    On a CPU Lightning makes a bf16 plugin of ``"16-mixed"``; the Trainer's own argument is the only place that has
-    the word. ``None`` where the user gave ``plugin`` in ``plugins=``, or no Trainer is being made.
+    On a CPU Lightning makes a bf16 plugin of ``"16-mixed"``: only the Trainer's own argument has the word.
     """
     connector, given = _connector_that_calls("__init__")
     if connector is None or connector._precision_plugin_flag is plugin:

@@ -58,14 +58,10 @@ def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = N
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether the optimizer (a fused one) unscales, and skips by ``found_inf``, on the device.
-
-    A wrapper hands on this attribute of the optimizer in it, which would not see the wrapper's flag; and a group that
-    came out of a checkpoint, or was made, without ``fused`` is not stepped by the fused kernel.
-    """
-    name = "_step_supports_amp_scaling"
-    # inspect.getattr_static, which says the same, takes 30 microseconds of every step
+    """Whether the optimizer (a fused one) unscales, and skips by ``found_inf``, on the device."""
+    name = "_step_supports_amp_scaling"  # a wrapper hands on that of the optimizer in it, which sees no flag
     own = vars(optimizer).get(name, getattr(type(optimizer), name, False))
+    # a group from a checkpoint may be without ``fused``
     return own is True and all(group.get("fused", True) for group in optimizer.param_groups)
 
 

@@ -274,12 +274,9 @@ class DeepSpeedJson:
         with Faults(SUBJECT) as faults:
             _refuse_other_numbers(policy, faults)
             faults.extend(check("", first)[1].values())
-            # "auto", refused above, is here for what is wrong with the other arguments
-            mode = policy if policy.precision != "auto" else replace(policy, precision="32-true", loss_scaling=None)
+            offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
             try:
-                composed = compose(
-                    mode, stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters
-                )
+                composed = {} if policy.precision == "auto" else compose(policy, stage=stage, **offload)
             except PlanError as error:
                 faults.extend(error.faults)
         # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.
