@@ -16,7 +16,7 @@ from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_state
 from lightning_mp.engines import diagnosis, optimizer_facts
 from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
-from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
@@ -313,7 +313,16 @@ class StepEngine(ABC):
         verdict = self.verdict()
         if verdict is not None:
             if self.deferred is None:
-                raise self._error(replay, verdict)
+                assert self._module is not None, "finish_step() before check()"
+                raise diagnosis.error(
+                    self._module,
+                    replay,
+                    verdict,
+                    step=self._global_step(),
+                    loss=self._loss,
+                    scale=self.loss_scale,
+                    distributed=self.distributed,
+                )
             self.deferred.append(verdict)
 
     def verdict(self) -> Verdict | None:
@@ -352,18 +361,6 @@ class StepEngine(ABC):
     def loss_scale(self) -> float | None:
         """The loss scale, ``None`` without one; a device sync."""
         return self.scaler.get_scale() if self.scaler.enabled else None
-
-    def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
-        assert self._module is not None, "finish_step() before check()"
-        return diagnosis.error(
-            self._module,
-            replay,
-            verdict,
-            step=self._global_step(),
-            loss=self._loss,
-            scale=self.loss_scale,
-            distributed=self.distributed,
-        )
 
 
 def max_over_ranks_(flag: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule, ParallelStrategy
+from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.errors import LossScaleError, NonFiniteError, pinning
 from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import plain_name
@@ -165,5 +166,6 @@ def run_again(optimizer: Optimizer, model: LightningModule, closure: Callable[[]
     """The last batch again, forward and backward, this rank's gradients alone."""
     optimizer.zero_grad()
     strategy = model.trainer.strategy
-    with strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext():
+    unsynced = strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+    with unsummed_gradients(model), unsynced:
         return closure()

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
-from lightning_mp.engines.base import Replay, StepEngine
-from lightning_mp.engines.diagnosis import Verdict
+from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
-from lightning_mp.errors import NonFiniteError, PlanError
+from lightning_mp.errors import PlanError
 from lightning_mp.numerics import grads
 
 
@@ -125,16 +124,6 @@ class ShardedEngine(StepEngine):
         parameters = grads.parameters_of(optimizer)
         self.last_norm = grads.global_norm(parameters, self.device, self._flat_groups)
         grads.clip_to_(parameters, max_norm, self.last_norm)
-
-    def _error(self, replay: Replay, verdict: Verdict) -> NonFiniteError:
-        assert self._module is not None
-        with sharding_compat.unsummed_gradients(self._module):  # each rank sees its own
-            error = super()._error(replay, verdict)
-        said, *names = (
-            name and name.replace(FSDP1_WRAPPER, "") for name in (str(error), error.module, error.parameter)
-        )
-        error.args, (error.module, error.parameter) = (said,), names
-        return error
 
 
 def flat_groups(model: nn.Module | None) -> grads.Groups:
