@@ -122,7 +122,6 @@ class Observed:
     grad: set[str] = field(default_factory=set[str])
     reduce: set[str] = field(default_factory=set[str])
     state: set[str] = field(default_factory=set[str])
-    calls: int = 0
     #: inside a compiled or scripted region, where no hook can stand
     hidden: bool = False
     #: each rank holds a part of its parameters
@@ -139,7 +138,6 @@ class Observed:
         """Add what another step, or another rank, saw of the same module."""
         for name in ("trained", "frozen", "special", "input", "output", "ran", "grad", "reduce", "state"):
             getattr(self, name).update(getattr(other, name))
-        self.calls += other.calls
         for name in ("hidden", "sharded", "attends"):
             setattr(self, name, getattr(self, name) or getattr(other, name))
 
@@ -235,7 +233,6 @@ class Watch(TorchDispatchMode):
         if torch.compiler.is_compiling():  # a function compiled by the user: leave no trace in its graph
             return
         self._inside.append(name)
-        self.seen[name].calls += 1
         self.seen[name].input |= dtypes((args, kwargs))
 
     def _leave(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:

@@ -59,41 +59,33 @@ def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
 
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
     """Trained weights that are in half precision alone: as loaded, by the mode, or by a pin."""
-    name, policy = "no_fp32_masters", case.policy
-    if case.storage in HALF:
-        trained = [one for one in case.trained.values() if case.stored(one) in HALF]
-        if trained:
-            mixed = case.precision.replace("true", "mixed") if case.precision.endswith("true") else "bf16-mixed"
-            what = f"{case.precision} trains {counted(len(trained), 'weight')}, stored in {case.storage} alone"
-            fix = f"use '{mixed}', which keeps fp32 weights and computes in {case.storage}"
-            yield Finding(name, "warning", what, f"there are no fp32 master weights; {_lost(case.storage)}", fix)
-        return
-    pinned = [name for name, one in case.trained.items() if case.pinned.get(id(one)) in HALF]
-    if pinned:
-        what = f"pins store {counted(len(pinned), 'trained weight')} in half precision: {listed(pinned)}"
-        why = "they have no fp32 master weights: small updates are rounded away"
-        yield Finding(name, "info", what, why, "pin them to 'fp32', or remove the pin, unless it is meant", pinned[0])
-    loaded = {name: dtype_name(one.dtype) for name, one in case.trained.items() if id(one) not in case.pinned}
-    found = {name: dtype for name, dtype in loaded.items() if dtype in HALF}
+    planned, loaded = case.policy is not None, {name: dtype_name(one.dtype) for name, one in case.trained.items()}
+    stored = {name: dtype for name, one in case.trained.items() if (dtype := case.stored(one)) in HALF}
+    pinned = {name: stored[name] for name in stored if id(case.trained[name]) in case.pinned}
+    rest = {name: dtype for name, dtype in stored.items() if name not in pinned}
+    rounded = {name: dtype for name, dtype in loaded.items() if dtype in HALF and name not in stored}
     load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
-    if found and (policy is not None or case.storage is None):
-        dtype = next(iter(found.values()))
-        what = f"{counted(len(found), 'trained weight')} in {dtype} under {case.precision}: {listed(found)}"
-        why = f"the plan makes fp32 master weights from them, at twice the memory; they stay rounded to {dtype}"
-        if policy is None:
-            why = f"{case.precision} updates them in place, without fp32 master weights; {_lost(dtype)}"
-        yield Finding(name, "info" if policy else "warning", what, why, load, next(iter(found)))
-    refused = [name for name, dtype in found.items() if dtype == "fp16"]
+    mixed = case.precision.replace("true", "mixed") if case.precision.endswith("true") else "bf16-mixed"
+    instead = load if case.storage is None else f"use '{mixed}', which keeps fp32 weights"
+    masters, unless = "there are no fp32 master weights", "pin them to 'fp32', or remove the pin, unless it is meant"
+    doubled = "the plan makes fp32 master weights from them, at twice the memory; they stay rounded"
+    for names, severity, why, fix in (
+        (pinned, "info", f"a pin says so; {masters}", unless),
+        (rest, "warning", masters, instead),
+        (rounded if planned else {}, "info", doubled, load),
+    ):
+        if names:
+            first, dtype = next(iter(names.items()))
+            what = f"{counted(len(names), 'trained weight')} in {dtype} alone under {case.precision}: {listed(names)}"
+            lost = f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight"
+            yield Finding("no_fp32_masters", severity, what, f"{why}; {lost} is lost", fix, first)
+    fp16 = [name for name, dtype in loaded.items() if dtype == "fp16" and name not in pinned]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
-    if refused and case.precision == "16-mixed" and (policy is not None or not sharded):
-        what = f"{counted(len(refused), 'trained weight')} in fp16 under a loss scale: {listed(refused)}"
+    if fp16 and case.precision == "16-mixed" and (planned or not sharded):
+        what = f"{counted(len(fp16), 'trained weight')} in fp16 under a loss scale: {listed(fp16)}"
         why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step; a plan stores them in fp32"
-        severity = "info" if policy else "error"
-        yield Finding("fp16_params_under_scaler", severity, what, why, f"{load}, or use a plan", refused[0])
-
-
-def _lost(dtype: str) -> str:
-    return f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight is lost"
+        severity = "info" if planned else "error"
+        yield Finding("fp16_params_under_scaler", severity, what, why, f"{load}, or use a plan", fp16[0])
 
 
 # ---------------------------------------------------------------------- the device, and what the run refuses

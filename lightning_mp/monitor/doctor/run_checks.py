@@ -18,7 +18,7 @@ from lightning_mp.errors import Fault, PlanError, one_line
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.side_run import untouched
-from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE, LossScaling
+from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
 
 FP16_MAX = 65504.0
 #: Under it a gradient of 1/256 still fits into fp16: a mean over 256 numbers has such a one at the loss.
@@ -68,16 +68,15 @@ def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
         "error" if rule.floor > HOPELESS_SCALE else "warning",
         f"the loss scale starts at {rule.init_scale:g}",
     )
-    fix = f"use {_starting(case, rule, TORCH_INIT_SCALE)}"
+    fix = f"use {_starting(case, TORCH_INIT_SCALE)}"
     yield Finding("scale_overflows_at_once", severity, what, why, fix, "loss_scaling.init_scale")
 
 
-def _starting(case: ModelUnderTest, rule: LossScaling, scale: float) -> str:
+def _starting(case: ModelUnderTest, scale: float) -> str:
     """How the loss scale starts at ``scale``, with a floor that lets it."""
     if case.policy is None:
         return f"the plugin MixedPrecision('16-mixed', device, torch.amp.GradScaler(device, init_scale={scale!r}))"
-    floor = f", min_scale={min(1.0, scale)!r}" if rule.min_scale > scale else ""
-    return f"LossScaling(init_scale={scale!r}{floor})" + ("" if rule.dynamic else ", a dynamic scale")
+    return f"a dynamic scale, LossScaling(init_scale={scale!r}, min_scale={min(1.0, scale)!r})"
 
 
 def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
@@ -93,8 +92,8 @@ def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
         "although that of each micro-batch fits"
     )
     # the power of 2 that leaves a factor of 16 below the limit
-    lower = _starting(case, rule, 2.0 ** (math.floor(math.log2(limit / parts)) - 4))
-    fix = f"use {lower}{', or 16-mixed, whose gradients are fp32' * half}"
+    scale = 2.0 ** (math.floor(math.log2(limit / parts)) - 4)
+    fix = f"use {_starting(case, scale)}{', or 16-mixed, whose gradients are fp32' * half}"
     yield Finding("accumulation_overflows", "warning", what, why, fix, "accumulate_grad_batches")
 
 

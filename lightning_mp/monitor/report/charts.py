@@ -1,12 +1,7 @@
-"""Which charts a report has, and each of them as the traces and the layout that Plotly's script draws.
-
-Every trace carries in ``meta`` its role, the name of its colour in the page's style, and the run it belongs to: the
-page knows whether it is dark, and which runs are hidden.
-"""
+"""Which charts a report has, and the readings and marks of each; the page's script draws them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -16,6 +11,7 @@ from typing import Any, Literal
 from markupsafe import escape
 
 from lightning_mp.monitor import metric_names as names
+from lightning_mp.monitor.events import SEVERITIES
 from lightning_mp.monitor.report.load import Run, Series
 from lightning_mp.monitor.report.summary import number, power_of_two
 
@@ -25,13 +21,8 @@ MAX_LINES = 10
 MAX_POINTS, MAX_MARKS = 3000, 300
 Scale = Literal["linear", "log", "log2", "share"]
 
-# Up to so many readings have a dot each, and up to so many marks their full size.
-_FEW = 40
-_TICKS = 7
-_SYMBOLS = {"error": "triangle-down", "warning": "diamond", "info": "circle-open"}
 # Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-_HOVER = {"share": "%{y:.1%}", "linear": "%{y:.5~g}", "log": "%{y:.4~g}", "log2": "%{y:,.6~g}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,8 @@ def lay_out(runs: Sequence[Run]) -> list[Panel]:
 def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
     """The chart of ``panel`` for every run that recorded something of it, as plain values for the page's script.
 
-    ``switchable`` charts can have a linear or a logarithmic axis, as the reader likes.
+    Every line and mark has the run it belongs to, which the reader may hide, and the name of its colour in the page's
+    style. Names and texts are escaped, since Plotly reads markup in them.
     """
     many = len(runs) > 1
     found = [
@@ -121,24 +113,46 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
     logarithmic = panel.scale in ("log", "log2")
     if logarithmic and max(value for *_, series in found for value in series.finite) <= 0:
         panel, logarithmic = replace(panel, scale="linear"), False
-    traces: list[dict[str, Any]] = []
-    values: list[float] = []
+    lines: list[dict[str, Any]] = []
     for place, style, name, series in found:
         # what is not positive has no place on a logarithmic axis
         placed = [None if logarithmic and value is not None and value <= 0 else value for value in series.values]
         drawn = thin(Series(series.steps, placed))
-        traces += _line(panel, drawn, str(escape(name)), {"run": place, "colour": f"run-{style}"}, dash(style))
-        values += drawn.finite
-    traces += [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)]
+        look = {"run": place, "colour": f"run-{style}", "dash": dash(style), "name": str(escape(name))}
+        lines.append({**look, "x": drawn.steps, "y": drawn.values})
+    last = found[0][3].values[-1]
+    words = "reading not finite" if last is None else power_of_two(last) if panel.scale == "log2" else number(last)
     return {
         "key": panel.title,
         "title": panel.title,
         "unit": panel.unit,
-        "latest": "" if many else _latest(panel, found[0][3].values[-1]),
-        "switchable": panel.scale in ("linear", "log") and min(values) > 0,
-        "data": traces,
-        "layout": {"yaxis": _axis(panel, values)},
+        "scale": panel.scale,
+        "traits": panel.traits.split(),
+        "latest": ""
+        if many
+        else f"last {last:.1%}"
+        if panel.scale == "share" and last is not None
+        else f"last {words}",
+        "lines": lines,
+        "marks": [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)],
     }
+
+
+def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
+    """Alerts, the errors first; ordinary overflows only where they belong."""
+    left = MAX_MARKS
+    for severity in reversed(SEVERITIES):
+        events = [event for event in run.events if event.severity == severity][:left]
+        left -= len(events)
+        if events and (severity != "info" or "overflows" in panel.traits):
+            texts = [shorten(f"{run.name}, {event}" if many else str(event), 160, placeholder="…") for event in events]
+            yield {
+                "run": place,
+                "colour": f"run-{place}" if many else severity,
+                "severity": severity,
+                "x": [event.step for event in events],
+                "text": [str(escape(text)) for text in texts],
+            }
 
 
 def dash(style: int) -> str:
@@ -164,90 +178,3 @@ def thin(series: Series, limit: int = MAX_POINTS) -> Series:
         if len(finite) < stop - start:
             kept.add(series.values.index(None, start))
     return Series([series.steps[index] for index in sorted(kept)], [series.values[index] for index in sorted(kept)])
-
-
-def _line(panel: Panel, drawn: Series, name: str, meta: dict[str, Any], dashed: str) -> list[dict[str, Any]]:
-    """The line through the readings, broken where one is not finite: there it has a cross."""
-    stepped = "stepped" in panel.traits
-    few = len(drawn.steps) <= _FEW and not stepped
-    curve: dict[str, Any] = {
-        "x": drawn.steps,
-        "y": drawn.values,
-        "name": name,
-        "mode": "lines+markers" if few else "lines",
-        "line": {"width": 1.8, "dash": dashed, "shape": "hv" if stepped else "linear"},
-        **({"marker": {"size": 4}} if few else {}),
-        "hovertemplate": _HOVER[panel.scale],
-        "connectgaps": False,
-        "meta": {"role": "curve", **meta},
-    }
-    gaps = [step for step, value in zip(drawn.steps, drawn.values, strict=True) if value is None]
-    cross = _symbols(gaps, 0.0, "x-thin", 8, ["no number"] * len(gaps), {"role": "gap", **meta})
-    return [curve, {**cross, "name": name, "hovertemplate": "%{text}"}] if gaps else [curve]
-
-
-def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
-    """Alerts as lines from top to bottom with a symbol a severity; ordinary overflows only where they belong."""
-    left = MAX_MARKS
-    for severity, symbol in _SYMBOLS.items():
-        notice = severity == "info"
-        events = [event for event in run.events if event.severity == severity][:left]
-        left -= len(events)
-        if not events or (notice and "overflows" not in panel.traits):
-            continue
-        steps = [event.step for event in events]
-        meta = {"role": severity, "colour": f"run-{place}" if many else severity, "run": place}
-        if not notice:
-            line = {"x": [point for step in steps for point in (step, step, None)], "y": [0, 1, None] * len(steps)}
-            dotted = {"mode": "lines", "line": {"width": 1, "dash": "dot"}, "hoverinfo": "skip"}
-            yield {**line, **dotted, "yaxis": "y2", "meta": meta}
-        texts = [shorten(f"{run.name}, {event}" if many else str(event), 160, placeholder="…") for event in events]
-        texts = [str(escape(text)) for text in texts]
-        yield {**_symbols(steps, 1.0, symbol, 7 if notice else 10, texts, meta), "name": severity}
-
-
-def _symbols(
-    steps: Sequence[int], height: float, symbol: str, size: int, texts: Sequence[str], meta: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Symbols at ``height`` of the plot, 0 to 1; smaller where there are many."""
-    return {
-        "x": steps,
-        "y": [height] * len(steps),
-        "yaxis": "y2",
-        "mode": "markers",
-        "marker": {"symbol": symbol, "size": size if len(steps) <= _FEW else size - 3},
-        "cliponaxis": False,
-        "text": texts,
-        "hovertemplate": "%{text}<extra></extra>",
-        "meta": meta,
-    }
-
-
-def _axis(panel: Panel, values: Sequence[float]) -> dict[str, Any]:
-    axis: dict[str, Any] = {"title": {"text": panel.unit, "standoff": 8}, "automargin": "left", "fixedrange": True}
-    if panel.scale == "log2":
-        axis |= {"type": "log", **_powers(values)}
-    elif panel.scale == "log":
-        axis |= {"type": "log", "exponentformat": "power"}
-    elif panel.scale == "share":
-        axis |= {"tickformat": ".0%"}
-    elif "stepped" in panel.traits and max(values) - min(values) < _TICKS:
-        axis |= {"dtick": 1}  # counts have no halves
-    return axis | ({"rangemode": "tozero"} if "from-zero" in panel.traits else {})
-
-
-def _powers(values: Sequence[float]) -> dict[str, Any]:
-    """Ticks at powers of two, about seven of them."""
-    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
-    stride = max(1, math.ceil((high - low) / _TICKS))
-    # A power beyond a double's range has no tick.
-    exponents = [e for e in range(low - stride, high + 2 * stride, stride) if -1022 <= e <= 1023]
-    return {"tickvals": [2.0**e for e in exponents], "ticktext": [f"2<sup>{e}</sup>" for e in exponents]}
-
-
-def _latest(panel: Panel, value: float | None) -> str:
-    if value is None:
-        return "last reading not finite"
-    if panel.scale == "share":
-        return f"last {value:.1%}"
-    return f"last {power_of_two(value) if panel.scale == 'log2' else number(value)}"

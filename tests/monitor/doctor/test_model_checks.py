@@ -97,8 +97,8 @@ SAID: list[tuple[str, Callable[[], nn.Module], Any, Device | None, str, tuple[st
        ("[0.weight]", "4 trained weights in bf16", "2**-8", "dtype=torch.float32"))
       for plan in ("bf16-mixed", "16-mixed", "32-true")),
     *((MASTERS, half, Plan(mode), None, "info", ("at twice the memory",)) for mode in ("bf16-mixed", "32-true")),
-    (MASTERS, net, "bf16-true", None, "warning", ("stored in bf16 alone", "'bf16-mixed'")),
-    (MASTERS, net, Plan("16-true"), None, "warning", ("stored in fp16 alone", "'16-mixed'")),
+    (MASTERS, net, "bf16-true", None, "warning", ("in bf16 alone", "'bf16-mixed'")),
+    (MASTERS, net, Plan("16-true"), None, "warning", ("in fp16 alone", "'16-mixed'")),
     (MASTERS, net, PINNED_BF16, None, "info", (": 2.weight, 2.bias",)),
     (MASTERS, partial(half, torch.bfloat16, 2), PINNED_BF16, None, "info", (": 2.weight, 2.bias",)),
     ("eval_mode", parts_in_eval_mode, "32-true", None, "warning", (": 2, 3",)),
