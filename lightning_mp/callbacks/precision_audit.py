@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_info, rank_zero_warn
 from lightning_mp.errors import Faults
-from lightning_mp.monitor.audit import AuditReport, AuditRow, declared
-from lightning_mp.monitor.audit.judge import Record
+from lightning_mp.monitor.audit import AuditReport, AuditRow
+from lightning_mp.monitor.audit.judge import Record, by_trainer
 from lightning_mp.monitor.audit.observer import (
     Watch,
     from_all_ranks,
@@ -134,7 +134,7 @@ class PrecisionAudit(WritesRun):
         modules, began = modules_of(trainer.lightning_module), self._began
         note_parameters(watch.seen, modules, states_of(trainer.optimizers))
         watch.attribute_reductions()
-        declaration = declared.by_trainer(trainer, modules)
+        declaration = by_trainer(trainer, modules)
         self._watch = None
         self.record = Record(declaration, watch.seen)
         steps = f"step {began}" if trainer.global_step <= began + 1 else f"steps {began} to {trainer.global_step - 1}"

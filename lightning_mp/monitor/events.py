@@ -66,13 +66,10 @@ class Event:
         places += [f"module {self.module!r}"] if self.module else []
         places += [f"parameter {self.parameter!r}"] if self.parameter else []
         where = f" in {', '.join(places)}" if places else ""
-        numbers = ", ".join(f"{key} {_short(value)}" for key, value in self.evidence.items())
+        pairs = ((key, f"{value:.4g}" if isinstance(value, float) else value) for key, value in self.evidence.items())
+        numbers = ", ".join(f"{key} {value}" for key, value in pairs)
         text = f"step {self.step}: {self.kind.replace('_', ' ')}{where}"
         text += f" ({numbers})" if numbers else ""
         rest = {"Likely cause": self.cause, "What to do": self.advice}
         rest["Action taken"] = "" if self.action == "log" else self.action
         return ". ".join([text, *(f"{label}: {said}" for label, said in rest.items() if said)])
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -146,7 +146,7 @@ def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
     findings = lightning_mp.doctor(model, plan, "ddp", {"devices": 2})
     assert not [finding for finding in findings if "base_layer" in str(finding.where)]
     plan.convert_module(model.net)
-    report = lightning_mp.audit(model.net, plan=plan)
+    report = lightning_mp.audit(model.net)
     assert report.ok, report
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 
-from lightning_mp.compat.lightning import LightningModule, Precision, Trainer, check_copy, trainer_of
-from lightning_mp.errors import Faults
-from lightning_mp.monitor.audit import declared
-from lightning_mp.monitor.audit.judge import Record
+from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, trainer_of
+from lightning_mp.errors import PlanError
+from lightning_mp.monitor.audit.judge import Declaration, Record, by_trainer, in_force
 from lightning_mp.monitor.audit.observer import (
     Observed,
     modules_of,
@@ -21,7 +19,6 @@ from lightning_mp.monitor.audit.observer import (
     unseen,
 )
 from lightning_mp.monitor.audit.report import AuditReport, AuditRow, build
-from lightning_mp.policy import PrecisionPolicy
 
 __all__ = ["AuditReport", "AuditRow", "audit"]
 
@@ -30,51 +27,39 @@ _NOTHING_RAN = (
 )
 
 
-def audit(
-    model_or_trainer: nn.Module | Trainer, *, plan: Precision | PrecisionPolicy | str | None = None
-) -> AuditReport:
+def audit(model_or_trainer: nn.Module | Trainer) -> AuditReport:
     """Declared against observed dtypes, a row for every module with parameters of its own; nothing is changed.
 
     For a Trainer, or a LightningModule attached to one, during or after ``fit``: parameters, gradients and optimizer
     state as they are now, and what a ``PrecisionAudit`` callback of its saw run; declared is what its precision
     plugin declares. Only this process is audited.
 
-    For a bare module: parameters and gradients. Nothing is run.
-
-    Args:
-        model_or_trainer: what to look at.
-        plan: for a module, a plan, its policy, one of Lightning's precision plugins, or a precision (``"bf16-mixed"``).
-            What it would *change* in the module is not done here: call ``plan.convert_module(module)`` first, as the
-            Trainer does.
+    For a bare module: parameters and gradients, of which pins are judged. Nothing is run.
 
     Raises:
-        PlanError: a Trainer that has no module yet, or one together with ``plan``.
+        PlanError: a Trainer that has no module yet.
     """
     check_copy(model_or_trainer, "audit")
-    trainer = model_or_trainer if isinstance(model_or_trainer, Trainer) else None
-    if trainer is None and plan is None and isinstance(model_or_trainer, LightningModule):
-        trainer = trainer_of(model_or_trainer)
+    if isinstance(model_or_trainer, Trainer):
+        return _of_run(model_or_trainer)
+    trainer = trainer_of(model_or_trainer) if isinstance(model_or_trainer, LightningModule) else None
     if trainer is not None:
-        return _of_run(trainer, plan)
-    module = cast("nn.Module", model_or_trainer)
-    modules = modules_of(module)
-    first = next(module.parameters(), None)
-    device = torch.device("cpu") if first is None else first.device
+        return _of_run(trainer)
+    modules = modules_of(model_or_trainer)
+    first = next(model_or_trainer.parameters(), None)
     seen = unseen(modules)
     note_gradients(seen, modules)
     note_parameters(seen, modules, {})
-    return build(declared.by_any(plan, modules, device), [seen], where=device.type, notes=(_NOTHING_RAN,))
+    declaration = Declaration(by="nothing but pins", pins=in_force(modules))
+    return build(declaration, [seen], where="cpu" if first is None else first.device.type, notes=(_NOTHING_RAN,))
 
 
-def _of_run(trainer: Trainer, plan: object) -> AuditReport:
+def _of_run(trainer: Trainer) -> AuditReport:
     module = trainer.strategy.lightning_module
-    with Faults("audit") as faults:
-        if module is None:
-            faults.add("a Trainer without a module", "call audit(module, plan=...) before fit")
-        if plan is not None:
-            faults.add("a Trainer with plan=", "remove it, or call audit(module, plan=...)")
-    modules = modules_of(faults.sound(module))
-    declaration, seen = declared.by_trainer(trainer, modules), unseen(modules)
+    if module is None:
+        raise PlanError.of("a Trainer without a module", "call audit(trainer) once fit has begun", "audit")
+    modules = modules_of(module)
+    declaration, seen = by_trainer(trainer, modules), unseen(modules)
     note_parameters(seen, modules, states_of(trainer.optimizers))
     note_gradients(seen, modules)
     records = (getattr(callback, "record", None) for callback in cast("Any", trainer).callbacks)

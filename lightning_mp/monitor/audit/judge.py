@@ -1,15 +1,33 @@
-"""Whether a module has and computes in the dtypes declared for it, and if not, the likely cause."""
+"""What a plan or one of Lightning's plugins declares for a module, whether it is so, and if not, the likely cause."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-from lightning_mp.errors import pinning
+import torch
+from torch import nn
+
+from lightning_mp.compat.lightning import (
+    DDPStrategy,
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    SingleDeviceStrategy,
+    Strategy,
+    Trainer,
+    ddp_hooks,
+)
+from lightning_mp.errors import Faults, pinning
+from lightning_mp.modules import fp8, pins
 from lightning_mp.monitor.audit.observer import Observed, Ran
-from lightning_mp.policy import STORAGE_DTYPES
+from lightning_mp.numerics.dtypes import describe, dtype_name
+from lightning_mp.policy import STORAGE_DTYPES, PrecisionPolicy
+from lightning_mp.policy.words import DTYPES_OF
 
+_STOCK = (MixedPrecision, HalfPrecision, DoublePrecision)
 AS_STORED = "as stored"
 _HALF = frozenset(("bf16", "fp16", "fp8"))
 
@@ -48,6 +66,73 @@ class Declaration:
     def stored(self, name: str) -> str | None:
         """What its parameters are stored in."""
         return self.pins.get(name) or self.storage
+
+
+def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaration:
+    """What the Trainer's plugin, with the strategy it is on, declares for ``modules``."""
+    plugin = trainer.precision_plugin
+    policy = getattr(plugin, "policy", None)
+    if isinstance(policy, PrecisionPolicy):
+        return by_policy(policy, modules, trainer.strategy.root_device, getattr(plugin, "engine", None))
+    return by_stock(plugin, trainer.strategy, modules)
+
+
+def by_policy(
+    policy: PrecisionPolicy, modules: Mapping[str, nn.Module], device: torch.device, engine: Any = None
+) -> Declaration:
+    """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
+    facts = describe(device)
+    pin_map = pins.resolve(modules[""], policy.pins, Faults("audit")) if engine is None else engine.pin_map
+    pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
+    converted: set[int] = set()
+    if policy.fp8 is not None:
+        running = None if engine is None else engine.fp8
+        covered = [member.module for member in pin_map.members]
+        chosen = running.modules if running else fp8.select(modules[""], policy.fp8, covered, Faults("audit"))[1]
+        converted = set(map(id, chosen))
+    without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
+    return Declaration(
+        by=f"MixedPrecisionPlan({policy.precision!r})",
+        plan=True,
+        storage=policy.storage_dtype,
+        compute=policy.compute_dtype,
+        reduce=policy.reduce_dtype,
+        state=AS_STORED,
+        autocast=policy.mixed,
+        frozen=True,
+        tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
+        pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
+        fp8=frozenset(name for name, module in modules.items() if id(module) in converted),
+        fp8_but_weights=policy.fp8 is not None and policy.fp8.recipe.endswith("_gw_hp"),
+        notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
+    )
+
+
+def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
+    """What one of Lightning's own plugins does, as its documentation has it; FSDP's and DeepSpeed's are not judged."""
+    precision = str(plugin.precision)
+    by, bound = f"{type(plugin).__name__}({precision!r})", in_force(modules)
+    _, half = DTYPES_OF.get(precision, (None, None))
+    if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
+        note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
+        return Declaration(by=by, pins=bound, notes=(note,))
+    mixed, own_sum = precision.endswith("-mixed"), isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
+    return Declaration(
+        by=by,
+        pins=bound,
+        compute=half,
+        storage="fp32" if mixed else half,
+        reduce=AS_STORED if own_sum or isinstance(strategy, SingleDeviceStrategy) else None,
+        state=AS_STORED,
+        autocast=mixed,
+        frozen=isinstance(plugin, HalfPrecision),  # casts all; elsewhere frozen weights need no fp32 copy
+    )
+
+
+def in_force(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The pins that modules themselves carry: those of a plan that was applied, or of ``DtypePinning``."""
+    states = {name: module.__dict__.get("_lmp_pin") for name, module in modules.items()}
+    return {name: dtype_name(cast("pins.PinState", state).dtype) for name, state in states.items() if state is not None}
 
 
 @dataclass(frozen=True, slots=True)

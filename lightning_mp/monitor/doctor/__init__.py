@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.monitor.doctor import model_checks as of_model
-from lightning_mp.monitor.doctor import run_checks as of_run
 from lightning_mp.monitor.doctor.case import ModelUnderTest, case_of
+from lightning_mp.monitor.doctor.checks import CHEAP, CHECKS
 from lightning_mp.monitor.events import SEVERITIES
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.numerics.rng import rng_state, set_rng_state
@@ -24,23 +23,6 @@ __all__ = ["doctor", "warn_at_fit"]
 Check = Callable[[ModelUnderTest], Iterable[Finding]]
 
 _log = logging.getLogger(__name__)
-
-#: checks that cost one walk over the modules, made at every fit
-CHEAP: tuple[Check, ...] = (of_model.eval_mode, of_model.no_input_gradients, of_model.use_cache)
-CHECKS: tuple[Check, ...] = (
-    *CHEAP,
-    of_model.half_weights,
-    of_model.refused,
-    of_model.tf32_off,
-    of_model.not_aligned,
-    of_model.half_norms,
-    of_run.step_raises,
-    of_run.scale_overflows_at_once,
-    of_run.accumulation_overflows,
-    of_run.optimizer_eps_underflows,
-    of_run.schedule_counts_skips,
-    of_run.deepspeed_contradicts_trainer,
-)
 
 
 def doctor(

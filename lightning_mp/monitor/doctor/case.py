@@ -15,7 +15,7 @@ from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import pins
 from lightning_mp.numerics.dtypes import describe, dtype_name, to_torch
-from lightning_mp.policy import FP8, PrecisionPolicy, hardware
+from lightning_mp.policy import PrecisionPolicy, hardware
 from lightning_mp.policy.pieces import LossScaling
 from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_fix, precision_word
 
@@ -57,11 +57,6 @@ class ModelUnderTest:
         """Those of ``parameters`` that are trained."""
         return {name: one for name, one in self.parameters.items() if one.requires_grad}
 
-    @property
-    def fp8(self) -> FP8 | None:
-        """The plan's rule of FP8 products."""
-        return None if self.policy is None else self.policy.fp8
-
     @cached_property
     def pinned(self) -> dict[int, str]:
         """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
@@ -77,11 +72,6 @@ class ModelUnderTest:
         """What ``parameter`` will be stored in while it is trained: ``"fp32"``, ``"bf16"``, …."""
         storage = None if id(parameter) in self._kept else self.storage
         return self.pinned.get(id(parameter)) or storage or dtype_name(parameter.dtype)
-
-    def argument(self, name: str, default: Any = None) -> Any:
-        """A Trainer argument, ``default`` where it is not given or ``None``."""
-        value = self.trainer.get(name)
-        return default if value is None else value
 
 
 def case_of(

@@ -1,19 +1,22 @@
-"""Which charts a report has, and the readings and marks of each; the page's script draws them."""
+"""What a report shows of runs: a few figures, and charts whose readings and marks the page's script draws."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import islice, pairwise
 from textwrap import shorten
 from typing import Any, Literal
 
 from markupsafe import escape
 
+from lightning_mp.errors import counted
 from lightning_mp.monitor import metric_names as names
 from lightning_mp.monitor.events import SEVERITIES
 from lightning_mp.monitor.report.load import Run, Series
-from lightning_mp.monitor.report.summary import number, power_of_two
 
 #: lines of one run that a chart can hold and still be read
 MAX_LINES = 10
@@ -23,6 +26,99 @@ Scale = Literal["linear", "log", "log2", "share"]
 
 # Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+NOTHING = "-"
+_RATES = ((names.TOKENS_PER_S, "tokens/s"), (names.SAMPLES_PER_S, "samples/s"))
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What it is, its value, and a few words on where it comes from."""
+
+    name: str
+    value: str = NOTHING
+    detail: str = "not recorded"
+    unit: str = ""
+
+
+def figures(run: Run) -> list[Figure]:
+    """The same figures in the same order for every run; what is not known has the value of a dash."""
+    skips, peaks = run.finite(names.SKIPPED_STEPS), run.finite(names.MEMORY_PEAK)
+    rates = next(((run.finite(name), unit) for name, unit in _RATES if run.finite(name)), None)
+    errors, notices = sum(event.severity == "error" for event in run.alerts), len(run.events) - len(run.alerts)
+    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
+    rate, memory, skipped = (Figure(name) for name in ("median throughput", "peak memory", "skipped steps"))
+    if rates is not None:
+        rate = Figure(rate.name, number(statistics.median(rates[0])), "over all readings", rates[1])
+    if peaks:
+        highest, small = max(peaks), max(peaks) < 1
+        value = f"{highest * 1024:.0f}" if small else f"{highest:.3g}"
+        memory = Figure(memory.name, value, "peak", "MiB" if small else "GiB")
+    if skips:
+        skipped = Figure(skipped.name, number(skips[-1]), "in total")
+    return [
+        _loss("final loss", run, names.LOSS, lambda pairs: pairs[-1]),
+        _loss("best val loss", run, names.VAL_LOSS, min),
+        rate,
+        memory,
+        skipped,
+        Figure("alerts", number(len(run.alerts)), ", ".join(parts)),
+    ]
+
+
+def state(run: Run) -> str:
+    """How the run stands, as it said itself."""
+    status = run.about.get("status")
+    return status if status in ("running", "finished", "failed") else "unknown"
+
+
+def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
+    found = run.series.get(name, Series())
+    pairs = [(value, step) for step, value in zip(found.steps, found.values, strict=True) if value is not None]
+    if not pairs:
+        return Figure(title)
+    value, step = choose(pairs)
+    return Figure(title, number(value), f"step {step:,}")
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def number(value: float) -> str:
+    """Four significant digits, whole numbers with separators, powers of ten only where they are shorter."""
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def power_of_two(value: float) -> str:
+    """``2¹⁶`` for a power of two, which a loss scale nearly always is."""
+    mantissa, exponent = math.frexp(value)
+    return f"2{str(exponent - 1).translate(_RAISED)}" if mantissa == 0.5 else number(value)
+
+
+def plain(value: Any) -> str:
+    """A value out of a JSON file in a few words; what is nested in it is left out."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value) if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join("…" if isinstance(item, (list, dict)) else plain(item) for item in value)
+    return "…" if isinstance(value, dict) else str(value)
+
+
+def moment(value: str) -> str:
+    """A date and time of ISO 8601 as one reads it; anything else stays as it is."""
+    try:
+        return datetime.fromisoformat(value).strftime("%d %b %Y %H:%M %Z").strip().lstrip("0")
+    except ValueError:
+        return value
+
+
+# ---------------------------------------------------------------------- which charts
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, counted
-from lightning_mp.monitor.report.charts import dash, draw, lay_out
+from lightning_mp.monitor.report.charts import dash, draw, figures, lay_out, moment, plain, state
 from lightning_mp.monitor.report.load import Run, is_run, load
-from lightning_mp.monitor.report.summary import figures, moment, plain, state
 from lightning_mp.monitor.run_folder import REPORT
 
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from lightning_mp import MixedPrecisionPlan, PlanError
+from lightning_mp import PlanError
 from lightning_mp.callbacks import DtypePinning
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
 from lightning_mp.monitor.audit import AuditReport, audit
@@ -48,11 +48,6 @@ def test_a_pin_that_was_lost_shows_without_a_plan() -> None:
     assert audit(net.to(torch.bfloat16)).ok  # the pin holds
     net[1].weight.data = net[1].weight.data.bfloat16()
     assert [row.module for row in audit(net).rows if not row.ok] == ["1"]
-
-
-def test_a_plan_that_was_not_applied_shows() -> None:
-    report = audit(_net(), plan=MixedPrecisionPlan("bf16-true", pins={"BatchNorm1d": "fp32"}))
-    assert [(row.module, row.ok) for row in report.rows] == [("0", False), ("1", True), ("3", False)]
 
 
 # ---------------------------------------------------------------------- a run
@@ -108,12 +103,3 @@ def test_pins_given_back_since_are_no_difference(tmp_path: Any) -> None:
 def test_a_trainer_without_a_module_is_refused() -> None:
     with pytest.raises(PlanError, match="Trainer without a module"):
         audit(trainer())
-
-
-def test_a_trainer_decides_for_itself() -> None:
-    runner = fit(Regression(), precision="32-true")
-    with pytest.raises(PlanError, match="Trainer with plan="):
-        audit(runner, plan="bf16-mixed")
-    module = runner.lightning_module
-    found = _rows(audit(module, plan="bf16-true"))  # of the module alone
-    assert not found["net.0"].ok

@@ -19,9 +19,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_mp import MixedPrecisionPlan, PrecisionPolicy
-from lightning_mp.monitor.audit import declared
-from lightning_mp.monitor.audit.judge import AS_STORED
+from lightning_mp import PrecisionPolicy
+from lightning_mp.monitor.audit.judge import AS_STORED, by_policy, by_stock
 
 CPU = torch.device("cpu")
 ONE = SingleDeviceStrategy(CPU)
@@ -46,10 +45,8 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("given", ["word", "policy", "plan"])
-def test_a_plan(mode: Any, given: str) -> None:
-    plan: Any = {"word": mode, "policy": PrecisionPolicy(precision=mode), "plan": MixedPrecisionPlan(mode)}[given]
-    found = declared.by_any(plan, _modules(_net()), CPU)
+def test_a_plan(mode: Any) -> None:
+    found = by_policy(PrecisionPolicy(precision=mode), _modules(_net()), CPU)
     assert (found.storage, found.compute, found.autocast) == MODES[mode]
     assert (found.reduce, found.state, found.frozen) == ("fp32", AS_STORED, True)
     assert found.by == f"MixedPrecisionPlan({mode!r})"
@@ -57,7 +54,7 @@ def test_a_plan(mode: Any, given: str) -> None:
 
 @pytest.mark.parametrize("setting", ["high", "highest", "medium"])
 def test_tf32_where_there_is_none(setting: str) -> None:
-    found = declared.by_any(MixedPrecisionPlan("32-true", tf32=setting), _modules(_net()), CPU)
+    found = by_policy(PrecisionPolicy(precision="32-true", tf32=setting), _modules(_net()), CPU)
     assert (found.declared("0"), found.tf32) == ("fp32", None)
     assert found.notes == (f"tf32={setting!r} changes nothing on CPU: it has no TF32",)
 
@@ -75,7 +72,7 @@ STOCK: list[tuple[Precision, tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("plugin", "wanted"), STOCK, ids=[f"{type(p).__name__}-{p.precision}" for p, _ in STOCK])
 def test_a_stock_plugin(plugin: Precision, wanted: tuple[Any, ...]) -> None:
-    found = declared.by_stock(plugin, ONE, _modules(_net()))
+    found = by_stock(plugin, ONE, _modules(_net()))
     assert (found.storage, found.compute, found.autocast, found.state, found.frozen) == wanted
     assert found.by == f"{type(plugin).__name__}({plugin.precision!r})"
 
@@ -90,7 +87,7 @@ def test_a_stock_plugin(plugin: Precision, wanted: tuple[Any, ...]) -> None:
     ],
 )
 def test_what_stock_strategies_sum_in(strategy: Any, reduce: str | None) -> None:
-    assert declared.by_stock(HalfPrecision("bf16-true"), strategy, _modules(_net())).reduce == reduce
+    assert by_stock(HalfPrecision("bf16-true"), strategy, _modules(_net())).reduce == reduce
 
 
 def test_a_plugin_nobody_here_knows_declares_nothing() -> None:
@@ -103,6 +100,6 @@ def test_a_plugin_nobody_here_knows_declares_nothing() -> None:
         FSDPPrecision("bf16-mixed"),
         DeepSpeedPrecision("32-true"),
     ):
-        found = declared.by_stock(plugin, ONE, _modules(_net()))
+        found = by_stock(plugin, ONE, _modules(_net()))
         assert (found.storage, found.compute, found.declared("0")) == (None, None, None)
         assert "not judged" in found.notes[0]
