@@ -138,6 +138,29 @@ class PlanStrategy(RunsPlan):
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load a full checkpoint where Lightning leaves that to the strategy."""
 
+    def load_shards(self, checkpoint: dict[str, Any]) -> None:
+        """Load what this rank holds of full weights, and while fitting of full optimizer states.
+
+        Lightning's own way takes the numbers in an optimizer's state for positions in the *model*, which they are not
+        where an optimizer has several groups or leaves parameters out.
+
+        Raises:
+            RuntimeError: under ``strict_loading``, names that the checkpoint or the module lacks.
+        """
+        module, full = self._user_module, checkpoint.pop("state_dict")
+        here, strict = module.state_dict(), module.strict_loading
+        gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_remote(one)}
+        if gone and strict and here.keys() != full.keys():
+            apart = ", ".join(sorted(here.keys() ^ full.keys()))
+            raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {apart}")
+        shards = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
+        module.load_state_dict(shards, strict=strict and not gone)
+        states: list[Any] = checkpoint.get("optimizer_states") or []
+        if self.optimizers and not states:
+            set_learning_rates(self.optimizers, checkpoint)
+        for optimizer, state in zip(self.optimizers, states, strict=bool(self.optimizers and states)):
+            optimizer.load_state_dict(by_parameter(state, optimizer, _held))
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load as the host does; without any state the learning rates are those of the schedulers."""
         super().load_optimizer_state_dict(checkpoint)
@@ -156,15 +179,6 @@ def sharded_like(target: Any, full: Any) -> Any:
     if not isinstance(target, DTensor) or not isinstance(full, Tensor) or full.shape != target.shape:
         return full
     return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-
-
-def load_states(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Load what this rank holds of each full optimizer state; without any, the learning rates of the schedulers."""
-    states: list[Any] = checkpoint.get("optimizer_states") or []
-    if optimizers and not states:
-        set_learning_rates(optimizers, checkpoint)
-    for optimizer, state in zip(optimizers, states, strict=bool(optimizers and states)):
-        optimizer.load_state_dict(by_parameter(state, optimizer, _held))
 
 
 def _held(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any] | None:

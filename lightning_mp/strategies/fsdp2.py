@@ -43,7 +43,7 @@ from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.policy import FP8, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies import tensor_parallel
-from lightning_mp.strategies.checkpoint_io import PlanStrategy, load_states, sharded_like
+from lightning_mp.strategies.checkpoint_io import PlanStrategy
 from lightning_mp.strategies.common import plan_of, refuse_callbacks, refuse_weights
 from lightning_mp.strategies.sharding import (
     Sharding,
@@ -449,6 +449,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         }
         return {**content, "state": state} if keep else {}
 
+    load_full = PlanStrategy.load_shards
+
     def reads(self, path: Any) -> bool:
         """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
         if not super().reads(path):
@@ -463,18 +465,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         return "state_dict" in {entry.partition(".")[0] for entry in held} and wanted <= {
             entry.rpartition(".")[0] for entry in held
         }
-
-    def load_full(self, checkpoint: dict[str, Any]) -> None:
-        """Shard full weights, and while fitting full optimizer states.
-
-        Lightning's own way takes the numbers in an optimizer's state for positions in the *model*, which they are not
-        where an optimizer has several groups or leaves parameters out.
-        """
-        module = self._user_module
-        here, full = module.state_dict(), checkpoint.pop("state_dict")
-        shards = {name: sharded_like(here.get(name), value) for name, value in full.items()}
-        module.load_state_dict(shards, strict=module.strict_loading)
-        load_states(self.optimizers, checkpoint)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:

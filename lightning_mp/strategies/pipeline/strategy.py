@@ -39,7 +39,7 @@ from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.checkpoint_io import PlanStrategy, load_states, sharded_like
+from lightning_mp.strategies.checkpoint_io import PlanStrategy
 from lightning_mp.strategies.common import plan_of, refuse_callbacks
 from lightning_mp.strategies.pipeline.schedules import SCHEDULES, Pipeline, StashedGradients, average, refused
 from lightning_mp.strategies.pipeline.stages import Cut, Part, cut, units_of
@@ -374,21 +374,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                 whole = {**received[0], **whole}
         return whole
 
-    def load_full(self, checkpoint: dict[str, Any]) -> None:
-        """Load this rank's part of the weights, and while fitting of the optimizer states.
-
-        Raises:
-            RuntimeError: under ``strict_loading``, names that the checkpoint or the module lacks.
-        """
-        module, full = self._user_module, checkpoint.pop("state_dict")
-        here: dict[str, Any] = module.state_dict()
-        if module.strict_loading and here.keys() != full.keys():
-            apart = ", ".join(sorted(here.keys() ^ full.keys()))
-            raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {apart}")
-        gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_remote(one)}
-        kept = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
-        module.load_state_dict(kept, strict=False)
-        load_states(self.optimizers, checkpoint)
+    load_full = PlanStrategy.load_shards
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """They were loaded with the weights."""
