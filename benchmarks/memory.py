@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.planner_pages import DOCS, table, write
 from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, make_strategy, trainer_kwargs
-from lightning_mp.comparison.run import quiet
+from lightning_mp.comparison.compare import quiet
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import MemoryPrediction, predict_memory
-from lightning_mp.tracing.run import ALONE, STEPS
+from lightning_mp.tracing.predict import ALONE, STEPS
 
 #: the lines of the page before the two tables
 ALONE_BELOW = "On one device, against the allocator on a CPU:"

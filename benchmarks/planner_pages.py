@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lightning_mp.planner import ModelShape, advise, estimate
 from lightning_mp.planner.estimate import data_bytes
-from lightning_mp.planner.layout import PRECISIONS
 from lightning_mp.planner.memory import HELD, bytes_per_parameter
+from lightning_mp.planner.shape import PRECISIONS
 from lightning_mp.policy.hardware import GPUS
 
 DOCS = Path(__file__).parents[1] / "docs"

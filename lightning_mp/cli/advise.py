@@ -8,11 +8,11 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lightning_mp.cli.output import console, progress, refusals, refuse
+from lightning_mp.cli.output import File, Number, Whole, console, progress, refusals, refuse
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
@@ -24,9 +24,6 @@ _GIB = 2**30
 _SHOWN = 5
 #: options of the command alone; the planner has the others, under the same names
 _OWN = {"arguments", "params", "config", "gbps", "price", "out", "as_json", "config_dir"}
-Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
-Number = Optional[float]  # noqa: UP045
-File = Optional[Path]  # noqa: UP045
 
 
 def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
@@ -88,8 +85,7 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
     from lightning_mp.cli import parts
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.policy.hardware import find
-    from lightning_mp.tracing.predict import MOST_ROWS, fits, predict_memory, rows_of
-    from lightning_mp.tracing.run import LEFT_OUT
+    from lightning_mp.tracing.predict import LEFT_OUT, MOST_ROWS, fits, predict_memory, rows_of
 
     faults = Faults("advise")
     ways: list[Fit] = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from lightning_mp.cli.output import console, refusals
+from lightning_mp.cli.output import File, Number, Whole, console, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults
 
@@ -25,18 +25,9 @@ def compare(
         str, typer.Option(help="Words or YAML files, with commas between; each is held against the first.")
     ] = "bf16-mixed,fp8-mixed",
     seeds: Annotated[int, typer.Option(help="How many pairs of runs; an interval needs two.")] = 8,
-    steps: Annotated[
-        Optional[int],  # noqa: UP045  typer reads this at run time, on 3.10 too
-        typer.Option(help="Optimizer steps a run.", show_default="trainer.max_steps, else 100"),
-    ] = None,
-    margin: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="A difference of the loss that is none.", show_default="0.5 % of the first plan's loss"),
-    ] = None,
-    out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="The folder for compare.json and compare.html.", show_default="a new one below runs/"),
-    ] = None,
+    steps: Annotated[Whole, typer.Option(help="Optimizer steps a run: trainer.max_steps, else 100.")] = None,
+    margin: Annotated[Number, typer.Option(help="A difference of the loss that is none: 0.5 % of the first's.")] = None,
+    out: Annotated[File, typer.Option(help="The folder of compare.json and .html: a new one below runs/.")] = None,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Compare what `train` would run under several plans.
@@ -68,8 +59,7 @@ def _compared(
     """The config's own plan and its callbacks are left out."""
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import composed
-    from lightning_mp.comparison.compare import check_numbers, compare, read_plans
-    from lightning_mp.comparison.run import OWN
+    from lightning_mp.comparison.compare import OWN, check_numbers, compare, read_plans
 
     faults = Faults("compare")
     read_plans(plans, faults)
@@ -118,10 +108,7 @@ _SEEDS = 3
 
 
 def demo(
-    steps: Annotated[
-        Optional[int],  # noqa: UP045  typer reads this at run time, on 3.10 too
-        typer.Option(help="Training steps a run.", show_default="40 on a CPU, 100 with CUDA"),
-    ] = None,
+    steps: Annotated[Whole, typer.Option(help="Training steps a run: 40 on a CPU, 100 with CUDA.")] = None,
     out: Annotated[Path, typer.Option(help="Where the page and its numbers are written.")] = Path("lightning_mp_demo"),
 ) -> None:
     """Compare five plans on one small GPT-2 and built-in text.

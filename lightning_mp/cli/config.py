@@ -55,9 +55,9 @@ class Composed:
     config: dict[str, Any]
     places: Places
     file: Path | None
-    arguments: tuple[str, ...]
+    arguments: list[str]
     #: those that a sweep chose
-    swept: tuple[str, ...]
+    swept: list[str]
 
 
 @contextmanager
@@ -110,16 +110,9 @@ def composed(
                     runs.append((whole, home / _file_name(",".join(swept)) if swept else home, given, swept))
                     for one in parsed:
                         places[one.key_or_group] = "on the command line"
-        yield [
-            Composed(
-                _resolved(whole, folder, replaced, needed, Faults() if number else faults),
-                places,
-                path,
-                tuple(given),
-                tuple(swept),
-            )
-            for number, (whole, folder, given, swept) in enumerate(runs)
-        ]
+        noted = itertools.chain([faults], itertools.repeat(Faults()))
+        resolved = (_resolved(whole, home, replaced, needed, next(noted)) for whole, home, *_ in runs)
+        yield [Composed(config, places, path, *run[2:]) for config, run in zip(resolved, runs, strict=True)]
 
 
 @contextmanager

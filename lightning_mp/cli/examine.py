@@ -19,7 +19,6 @@ from lightning_mp.errors import Faults, counted, one_line
 if TYPE_CHECKING:
     from lightning_mp.monitor.audit import AuditReport
     from lightning_mp.monitor.findings import Finding
-    from lightning_mp.policy import PrecisionPolicy
     from lightning_mp.policy.hardware import Device
 
 #: for more of either a step on a CPU may take minutes: of the model, and of the first batch
@@ -72,7 +71,6 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
         faults.raise_if_any()
         model = parts.instantiated(config["model"], "model", faults)
         if regime is not None:
-            _check_patterns(model, regime.plan.policy, faults)
             plan, trainer, strategy = regime.plan, regime.trainer, regime.trainer["strategy"]
         else:
             plan, trainer = None, parts.trainer_arguments(config, faults)
@@ -99,21 +97,6 @@ def _batch(config: dict[str, Any], model: Any) -> Any:
         said = f"no batch, no step is tried: {type(error).__name__}: {one_line(error)}"
     typer.echo(f"lightning-mp doctor: {said}", err=True)
     return None
-
-
-def _check_patterns(model: object, policy: PrecisionPolicy, faults: Faults) -> None:
-    """Patterns that match nothing: the run would be refused. What has a code of its own is the doctor's to say."""
-    from torch import nn
-
-    from lightning_mp.modules import checkpointing, pins
-
-    if not isinstance(model, nn.Module):
-        return
-    unmatched = Faults()
-    pins.resolve(model, policy.pins, unmatched)
-    if policy.checkpointing is not None:
-        checkpointing.select(model, policy.checkpointing, unmatched)
-    faults.extend(fault for fault in unmatched.found if "tied weights" not in fault.given)
 
 
 # ---------------------------------------------------------------------- audit
@@ -145,7 +128,7 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
     """Of the callbacks only the audit runs; nothing is validated, logged or saved as a checkpoint."""
     from lightning_mp.callbacks.precision_audit import PrecisionAudit
     from lightning_mp.cli import parts
-    from lightning_mp.comparison.run import quiet
+    from lightning_mp.comparison.compare import quiet
     from lightning_mp.monitor.side_run import BARE
 
     faults = Faults("audit")
@@ -178,7 +161,7 @@ def pins(
     """
     with refusals("pins"):
         from lightning_mp.cli import parts
-        from lightning_mp.comparison.run import quiet
+        from lightning_mp.comparison.compare import quiet
         from lightning_mp.pin_advice import suggest_pins
 
         faults = Faults("pins")

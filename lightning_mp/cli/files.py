@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from lightning_mp.cli.output import refusals
+from lightning_mp.cli.output import File, Text, refusals
 from lightning_mp.errors import Faults, counted, did_you_mean, in_bytes
 
 EXPERIMENT = "experiment"
@@ -24,10 +24,7 @@ def consolidate(
     output: Annotated[
         Path, typer.Argument(help="What to write: .pt, .pth, .bin, .ckpt or .safetensors.", show_default=False)
     ],
-    dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Cast floating tensors to fp32, bf16 or fp16.", show_default="as stored"),
-    ] = None,
+    dtype: Annotated[Text, typer.Option(help="Cast floating tensors to fp32, bf16 or fp16; else as stored.")] = None,
     prefix: Annotated[
         str, typer.Option(help="Write what is under this name only, and without it: 'model.' for transformers.")
     ] = "",
@@ -59,10 +56,7 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN_DIR", help="A run's folder; several are compared.", show_default=False),
     ],
-    output: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="The file to write.", show_default="report.html in RUN_DIR, or in what holds them all"),
-    ] = None,
+    output: Annotated[File, typer.Option(help="The file: report.html in RUN_DIR, or in what holds them all.")] = None,
 ) -> None:
     """Write what a run did, or how several compare, as HTML.
 
@@ -80,10 +74,7 @@ def report(
 
 
 def init(
-    name: Annotated[
-        Optional[str],  # noqa: UP045  typer reads this at run time, on 3.10 too
-        typer.Argument(help="An experiment, or GROUP/NAME; without one all are listed.", show_default=False),
-    ] = None,
+    name: Annotated[Text, typer.Argument(help="An experiment, or GROUP/NAME; else all are listed.")] = None,
 ) -> None:
     """List the package's configs, or copy one here to edit.
 
@@ -105,9 +96,9 @@ def init(
         if source is None:
             names = [*known[EXPERIMENT], *(f"{one}/{other}" for one, options in known.items() for other in options)]
             fix = f"{did_you_mean(name, names)} 'lightning-mp init' lists them"
-            faults.add(f"{name}, which is no config of the package", "an experiment, or GROUP/NAME", fix)
+            faults.add(f"{name} is no config of the package", fix)
         elif target.exists():
-            faults.add(f"{target}, which exists", "a new file", "rename it, or go to another folder")
+            faults.add(f"{target} exists", "rename it, or go to another folder")
         source = faults.sound(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")

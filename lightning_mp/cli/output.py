@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Optional
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
+Number = Optional[float]  # noqa: UP045
+Text = Optional[str]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
 # What a line of a table needs; a pipe or a file has no width of its own.
 _PLAIN_WIDTH = 110
 _FROM_FILES = ("train", "compare")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_mp.cli.config import RUN_DIR, composed, is_ours, signature_of
-from lightning_mp.comparison.run import fit_arguments
+from lightning_mp.comparison.compare import fit_arguments
 from lightning_mp.compat.lightning import (
     Callback,
     Checkpoint,

@@ -224,7 +224,11 @@ def compare_losses(
         elif is_number(loss) and its is not None:
             diverged.append(seed)
     mean = statistics.fmean(differences.values()) if differences else None
-    interval = interval_of(list(differences.values()))
+    interval = None
+    if mean is not None and len(differences) > 1:
+        error = statistics.stdev(differences.values()) / math.sqrt(len(differences))
+        half = student_t(_CONFIDENCE, len(differences) - 1) * error
+        interval = mean - half, mean + half
     verdict, reason = _verdict(interval, margin, diverged, len(differences))
     return Difference(one, other, differences, mean, interval, margin, verdict, reason)
 
@@ -245,15 +249,6 @@ def _verdict(
     if high < 0:
         return "better", "the interval lies below 0, and not within the margin"
     return "undecided", "the interval holds 0 and reaches beyond the margin: more seeds narrow it"
-
-
-def interval_of(values: list[float]) -> tuple[float, float] | None:
-    """The 95 % interval of a mean by Student's t; ``None`` with fewer than two values."""
-    if len(values) < 2:
-        return None
-    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
-    half = student_t(_CONFIDENCE, len(values) - 1) * error
-    return mean - half, mean + half
 
 
 def student_t(confidence: float, freedom: int) -> float:

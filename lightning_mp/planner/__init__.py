@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_mp.planner.advise import Advice, advise
 from lightning_mp.planner.estimate import Estimate, Range, estimate
-from lightning_mp.planner.layout import Layout
 from lightning_mp.planner.memory import MemoryPrediction
-from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
+from lightning_mp.planner.shape import CONVENTIONS, Layout, ModelShape, flops_per_token
 
 __all__ = [
     "CONVENTIONS",
@@ -31,10 +30,8 @@ if TYPE_CHECKING:
     predict_memory: Any
     step_error: Any
 
-_ABOVE = {"predict_memory": "predict", "step_error": "run"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _ABOVE:
+    if name not in ("predict_memory", "step_error"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"lightning_mp.tracing.{_ABOVE[name]}"), name)
+    return getattr(import_module("lightning_mp.tracing.predict"), name)

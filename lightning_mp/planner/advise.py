@@ -11,9 +11,8 @@ from typing import Any
 
 from lightning_mp.errors import Faults, PlanError, in_short, is_number
 from lightning_mp.planner.estimate import Estimate, bubble, of_layout
-from lightning_mp.planner.layout import CHECKPOINTING, Layout, checked
 from lightning_mp.planner.memory import STRATEGIES
-from lightning_mp.planner.shape import ModelShape
+from lightning_mp.planner.shape import CHECKPOINTING, Layout, ModelShape, checked
 from lightning_mp.policy import hardware
 from lightning_mp.policy.hardware import GPU, GPUS
 

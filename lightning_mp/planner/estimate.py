@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_mp.errors import Faults, PlanError, is_number
-from lightning_mp.planner.layout import Layout, checked
-from lightning_mp.planner.memory import HELD, STRATEGIES, compute_bytes, memory, usable
-from lightning_mp.planner.shape import CONVENTIONS, ModelShape, flops_per_token
+from lightning_mp.planner.memory import HELD, STRATEGIES, TENSOR_HEADROOM, USABLE, compute_bytes, memory
+from lightning_mp.planner.shape import CONVENTIONS, Layout, ModelShape, checked, flops_per_token
 
 _GIB = 2**30
 _DAY = 86400.0
@@ -95,7 +94,8 @@ class Estimate:
     @property
     def missing_bytes(self) -> int:
         """Bytes it lacks to fit, a margin for what a formula does not know included; 0 where it fits."""
-        return max(0, self.memory_bytes - round(usable(self.layout)))
+        usable = 1 - TENSOR_HEADROOM if self.layout.tensor > 1 else USABLE
+        return max(0, self.memory_bytes - round(self.layout.gpu.memory * usable))
 
     @property
     def fits(self) -> bool:

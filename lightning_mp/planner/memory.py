@@ -6,27 +6,14 @@ the scores that fused attention never stores; this package's modes (docs/referen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_mp.errors import in_bytes
-from lightning_mp.planner.layout import Layout
-from lightning_mp.planner.shape import ModelShape
+from lightning_mp.planner.shape import Layout, ModelShape
 
-#: what the classes of strategies are called
-_NAMES = {
-    "PlanDDPStrategy": "ddp",
-    "DDPStrategy": "ddp",
-    "SingleDeviceStrategy": "ddp",
-    "PlanFSDP2Strategy": "fsdp2",
-    "ModelParallelStrategy": "fsdp2",
-    "PlanHSDPStrategy": "hsdp",
-    "PlanFSDP1Strategy": "fsdp1",
-    "FSDPStrategy": "fsdp1",
-    "PlanPipelineStrategy": "pipeline",
-}
 #: What may be used of a device; what is kept free with tensor parallelism, where the formula came out a third too low.
-USABLE, _TENSOR_HEADROOM = 0.95, 0.25
+USABLE, TENSOR_HEADROOM = 0.95, 0.25
 #: By mode: bytes a parameter of the weights, of their gradients, and of AdamW's two moments.
 HELD = {
     "32-true": (4, 4, 8),
@@ -59,7 +46,7 @@ class Sharded:
 
 
 _ALL = Sharded(weights=True, gradients=True, optimizer=True)
-_ALL_OFFLOADED = Sharded(weights=True, gradients=True, optimizer=True, offload=True)
+_OFFLOADED = replace(_ALL, offload=True)
 STRATEGIES = {
     "auto": Sharded(),
     "ddp": Sharded(),
@@ -67,14 +54,14 @@ STRATEGIES = {
     "fsdp2": _ALL,
     "fsdp": _ALL,
     "fsdp1": _ALL,
-    "hsdp": Sharded(weights=True, gradients=True, optimizer=True, within_node=True),
+    "hsdp": replace(_ALL, within_node=True),
     # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (measured)
     "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True),
     "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True),
     "deepspeed_zero3": Sharded(weights=True, gradients=True, optimizer=True, copies=True),
-    "fsdp2_offload": _ALL_OFFLOADED,
-    "fsdp1_offload": _ALL_OFFLOADED,
-    "deepspeed_zero3_offload": _ALL_OFFLOADED,
+    "fsdp2_offload": _OFFLOADED,
+    "fsdp1_offload": _OFFLOADED,
+    "deepspeed_zero3_offload": _OFFLOADED,
 }
 
 
@@ -109,7 +96,7 @@ class MemoryPrediction:
 
 
 def name_of(strategy: Any) -> str:
-    """The name that ``make_strategy`` knows a strategy, or a name, by; of a class that it does not, the class's."""
+    """The name that ``make_strategy`` knows a strategy, or a name, by; or its class's, without Strategy."""
     if isinstance(strategy, str):
         return strategy.lower().removeprefix("mp_")
     kind = type(strategy).__name__
@@ -120,23 +107,11 @@ def name_of(strategy: Any) -> str:
     else:
         offloads = getattr(getattr(strategy, "sharding", strategy), "cpu_offload", None)
         offloads = bool(getattr(offloads, "offload_params", offloads))
-    return _NAMES.get(kind, kind) + ("_offload" if offloads else "")
-
-
-def degrees(strategy: Any, ranks: int) -> tuple[int, int]:
-    """Of so many ranks those that shard the weights between them, and those that split layers, or share them out."""
-    if hasattr(strategy, "degrees"):
-        _, shards, tensor = strategy.degrees(ranks)
-        return shards, tensor
-    return ranks, 1
+    name = kind.removeprefix("Plan").removesuffix("Strategy").lower()
+    return {"singledevice": "ddp", "modelparallel": "fsdp2"}.get(name, name) + "_offload" * offloads
 
 
 # ---------------------------------------------------------------------- the formula
-
-
-def usable(layout: Layout) -> float:
-    """Bytes of the GPU that a run may be predicted to take."""
-    return layout.gpu.memory * (1 - _TENSOR_HEADROOM if layout.tensor > 1 else USABLE)
 
 
 def compute_bytes(precision: str) -> int:

@@ -1,13 +1,16 @@
-"""The size of a transformer, and what a token of it costs in FLOPs, by the conventions in use."""
+"""The size of a transformer, what a token of it costs in FLOPs by the conventions in use, and the layout of a run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_mp.errors import Faults, is_number
+from lightning_mp.errors import Faults, PlanError, is_number
+from lightning_mp.policy import precision_word
+from lightning_mp.policy.hardware import GPU, find
+from lightning_mp.policy.words import precision_fix
 
 #: FLOPs of a trained token by convention, as it is printed next to an MFU. N: all parameters; E: the table of input
 #: embeddings; L, h, s: layers, width, length of the sequence
@@ -16,14 +19,8 @@ CONVENTIONS = {
     "megatron": "6(N - E) + 6Lhs",  # Megatron-Bridge, docs/performance-summary.md: a causal mask halves attention
     "recompute": "8N + 16Lhs",  # Narayanan et al. 2021, equation 3: every layer's forward counted twice
 }
-#: trained tokens a parameter that spend a budget of FLOPs best (Hoffmann et al. 2022, "Chinchilla")
-TOKENS_PER_PARAMETER = 20
-#: by what name a config has the experts of a layer
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 #: head size, vocabulary and sequence of a model of which only the size is said: Llama's
 _HEAD, _VOCAB, _SEQUENCE = 128, 32000, 2048
-#: a size this near to a usual one is meant to be it
-_USUAL_WITHIN = 0.06
 #: by parameters: layers and width of the models that are usual at that size (GPT-3 table 2.1, Llama 1 to 3)
 _USUAL = (
     (125e6, 12, 768),
@@ -91,12 +88,16 @@ class ModelShape:
             return next((int(known[name]) for name in names if is_number(known.get(name))), 0)
 
         hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "n_layers")
-        with Faults("ModelShape") as faults:
-            if not hidden or not layers:
-                given = f"a config with {', '.join(sorted(map(str, known))) or 'nothing'}"
-                faults.add(given, "hidden_size and num_hidden_layers, or n_embd and n_layer", "give ModelShape(...)")
-            elif other := _another_kind(known, first(*_EXPERTS)):
-                faults.add(f"a config of {other}", "a dense decoder's", "give ModelShape(params, layers, hidden, ...)")
+        experts = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        images = "vocab_size" not in known and "image_size" in known
+        said = ""
+        if not hidden or not layers:
+            said = f"a config with {', '.join(sorted(map(str, known))) or 'nothing'} says no width and number of layers"
+        elif experts > 1 or known.get("is_encoder_decoder") or images:
+            kind = f"a mixture of {experts} experts" if experts > 1 else "a model of images" if images else ""
+            said = f"a config of {kind or 'an encoder and a decoder'} is not that of a dense decoder"
+        if said:
+            raise PlanError.of(said, "give ModelShape(params, layers, hidden, ...)", "ModelShape")
         heads = first("num_attention_heads", "n_head", "n_heads")
         kv_heads = first("num_key_value_heads", "num_kv_heads") or heads
         if known.get("multi_query") and not known.get("new_decoder_architecture"):  # Falcon, BigCode
@@ -117,24 +118,23 @@ class ModelShape:
 
         ``params`` of the result is what such a model counts, within a few per cent of what was asked for.
         """
-        with Faults("ModelShape") as faults:
-            if not is_number(params) or params < 1:
-                faults.add(f"params={params!r}", "a number of parameters, at least 1", "write 7e9 for 7 billion")
+        if not is_number(params) or params < 1:
+            raise PlanError.of(f"params={params!r} is no number of parameters", "write 7e9 for 7 billion", "ModelShape")
         layers, hidden = min(_USUAL, key=lambda row: abs(math.log(row[0] / max(params, 1.0))))[1:]
         head = _HEAD if hidden % _HEAD == 0 and hidden >= 2048 else 64
         # Between the usual sizes the number of layers follows; the MLP is Llama's 8/3 of the width.
         wide = -(-8 * hidden // (3 * 256)) * 256
         block = _count(hidden, 1, hidden // head, hidden // head, wide, 0, tied=True)
         usual = _count(hidden, layers, hidden // head, hidden // head, wide, vocab, tied=False)
-        if abs(usual / params - 1) > _USUAL_WITHIN:
+        if abs(usual / params - 1) > 0.06:  # nearer to a usual size, that one is meant
             layers = max(1, round((params - 2 * vocab * hidden) / block))
         counted = _count(hidden, layers, hidden // head, hidden // head, wide, vocab, tied=False)
         return cls(counted, layers, hidden, hidden // head, hidden // head, wide, vocab, seq_len or _SEQUENCE)
 
     @property
     def tokens(self) -> int:
-        """Chinchilla's budget of training tokens."""
-        return TOKENS_PER_PARAMETER * self.params
+        """Chinchilla's budget of training tokens: 20 a parameter (Hoffmann et al. 2022)."""
+        return 20 * self.params
 
 
 def flops_per_token(shape: ModelShape, convention: str = "mosaicml") -> float:
@@ -165,15 +165,6 @@ def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
 
 
-def _another_kind(known: Mapping[str, Any], experts: int) -> str:
-    """What a config is of that has a width and layers, and whose bytes and FLOPs are not those of a dense decoder."""
-    if experts > 1:
-        return f"a mixture of {experts} experts"
-    if known.get("is_encoder_decoder"):
-        return "an encoder and a decoder"
-    return "a model of images" if "vocab_size" not in known and "image_size" in known else ""
-
-
 def _count(
     hidden: int,
     layers: int,
@@ -191,3 +182,117 @@ def _count(
     attention = 2 * hidden * head * (max(heads, 1) + kv_heads)
     mlp = (3 if gate else 2) * hidden * intermediate
     return layers * (attention + mlp + 2 * hidden) + (1 if tied else 2) * vocab * hidden + hidden
+
+
+# ---------------------------------------------------------------------- how a run of it is laid out over GPUs
+
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true")
+CHECKPOINTING = ("none", "selective", "full")
+NVLINK = ("full", "pairs", "none")
+#: Gbit/s between nodes where none is said: what nodes of a generation are sold with (DGX, and the clouds' equivalents)
+_GBPS = {"a100": 1600.0, "h100": 3200.0, "h200": 3200.0, "b200": 3200.0, "gb200": 3200.0, "gh200": 400.0}
+_ETHERNET = 100.0
+_COUNTS = {"gpus", "tensor", "pipeline", "context", "micro_batch", "gpus_per_node", "data", "accumulate"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to run: ``data * tensor * pipeline * context`` GPUs; ``accumulate`` micro-batches an optimizer step."""
+
+    gpu: GPU
+    gpus: int
+    strategy: str
+    precision: str
+    micro_batch: int = 1
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    checkpointing: str = "none"
+    accumulate: int = 1
+    nvlink: str = "full"
+    interconnect_gbps: float = _ETHERNET
+    gpus_per_node: int = 8
+
+    @property
+    def nodes(self) -> int:
+        """Nodes it takes."""
+        return -(-self.gpus // self.gpus_per_node)
+
+    def link(self, ranks: int) -> float:
+        """Bytes/s in one direction between ``ranks`` neighbouring GPUs of a node."""
+        wired = self.nvlink == "full" or (self.nvlink == "pairs" and ranks <= 2)
+        return (wired and self.gpu.nvlink) or self.gpu.pcie
+
+    def data_link(self) -> float:
+        """Bytes/s at which a rank takes part in a collective over all data-parallel ranks.
+
+        Between nodes the ranks of a node share its cards, and a ring passes each byte through a node once, so that a
+        rank sees the whole node's bandwidth.
+        """
+        inside = self.link(min(self.gpus, self.gpus_per_node))
+        return inside if self.nodes == 1 else min(inside, self.interconnect_gbps * 1e9 / 8)
+
+
+def default_gbps(gpu: GPU) -> float:
+    """Gbit/s between nodes, where it is not said."""
+    return _GBPS.get(gpu.word.partition("-")[0], _ETHERNET)
+
+
+def checked(
+    shape: ModelShape,
+    faults: Faults,
+    strategies: Iterable[str],
+    *,
+    gpu: str,
+    precision: str,
+    strategy: str = "fsdp2",
+    interconnect_gbps: float | None = None,
+    **words: Any,
+) -> Layout | None:
+    """The layout that these words describe; all that is wrong with them goes into ``faults``, and there is none.
+
+    ``words`` are further fields of :class:`Layout`; ``data`` and ``accumulate`` may be ``None``, and follow then.
+    """
+    found, mode = find(gpu, faults), precision_word(precision)
+    if mode not in PRECISIONS:
+        faults.add(f"unknown precision {precision!r}", ", ".join(PRECISIONS), precision_fix(precision))
+    elif found is not None and found.peak(mode) is None:
+        nearest = "bf16-mixed" if found.peak("bf16-mixed") else "16-mixed"
+        faults.add(f"{found.word} has no units for precision={mode!r}", f"use {nearest!r}")
+    strategy = str(strategy).removeprefix("mp_")
+    if strategy not in strategies:
+        faults.unknown("strategy", strategy, strategies, "write one of these")
+    faults.one_of("checkpointing", words.get("checkpointing", "none"), CHECKPOINTING, "write 'none' to keep all")
+    faults.one_of("nvlink", words.get("nvlink", "full"), NVLINK, "write 'none' for GPUs on PCIe")
+    said = {name: value for name, value in words.items() if value is not None}
+    for name in said.keys() & _COUNTS:
+        faults.whole(name, said[name], 1, "write a positive whole number")
+    if interconnect_gbps is not None and not (is_number(interconnect_gbps) and interconnect_gbps > 0):
+        faults.add(f"interconnect_gbps={interconnect_gbps!r}", "Gbit/s of a node, above 0", "write 400")
+    if faults.found or found is None or mode is None:
+        return None
+    gbps = default_gbps(found) if interconnect_gbps is None else interconnect_gbps
+    layout = Layout(found, strategy=strategy, precision=mode, interconnect_gbps=gbps, **said)
+    data = said.get("data", layout.gpus // (layout.tensor * layout.pipeline * layout.context))
+    accumulate = said.get("accumulate", 4 * layout.pipeline if layout.pipeline > 1 else 1)
+    layout = replace(layout, data=data, accumulate=accumulate)
+    _check_degrees(layout, shape, faults)
+    return layout
+
+
+def _check_degrees(layout: Layout, shape: ModelShape, faults: Faults) -> None:
+    degrees = {name: getattr(layout, name) for name in ("data", "tensor", "pipeline", "context")}
+    product = math.prod(degrees.values())
+    if product != layout.gpus:
+        said = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
+        faults.add(f"{said} on {layout.gpus} GPUs", "degrees whose product is the GPUs", f"use {product} GPUs")
+    if layout.tensor > layout.gpus_per_node:
+        faults.add(f"tensor={layout.tensor} goes beyond a node", "keep it within a node, and use pipeline for the rest")
+    elif shape.heads % layout.tensor or shape.hidden % layout.tensor:
+        faults.add(f"tensor={layout.tensor} for {shape.heads} heads", "use a divisor of the heads")
+    if layout.pipeline > shape.layers:
+        faults.add(f"pipeline={layout.pipeline} for {shape.layers} layers", "use fewer stages")
+    if shape.seq_len % layout.context:
+        faults.add(f"context={layout.context} for seq_len={shape.seq_len}", "use a divisor")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import copy
+import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -13,17 +17,37 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.checks import check_versions
-from lightning_mp.compat.lightning import LightningModule, Strategy
-from lightning_mp.compat.torch_fake import leaves, mapped
-from lightning_mp.compat.transformers import block_classes
+from lightning_mp.compat.lightning import (
+    Callback,
+    DummyLogger,
+    LightningEnvironment,
+    LightningModule,
+    Strategy,
+    Trainer,
+    rank_zero_only,
+)
+from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, leaves, mapped, moved_in_place, resizes_told
+from lightning_mp.compat.transformers import block_classes, fakes_unnoticed
+from lightning_mp.engines.optimizer_facts import calls_closure_again
 from lightning_mp.errors import Faults, PlanError, one_line
+from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.rng import process_kept
 from lightning_mp.planner import ModelShape, estimate
-from lightning_mp.planner.memory import PARTS, MemoryPrediction, degrees, held, name_of
+from lightning_mp.planner.memory import PARTS, MemoryPrediction, held, name_of
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.factory import make_strategy
-from lightning_mp.tracing.run import traced
+from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
+from lightning_mp.tracing.storages import (
+    FakeCopies,
+    Storages,
+    alive,
+    fake_batch,
+    fake_module,
+    known,
+    peak,
+    strided,
+)
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")
@@ -78,20 +102,18 @@ def predict_memory(
 def _check(module: object, plan: object, devices: object) -> None:
     with Faults("predict_memory") as faults:
         if not isinstance(module, LightningModule):
-            faults.add(f"module={type(module).__name__}", "a LightningModule", "wrap the network in one")
+            faults.add(f"a {type(module).__name__} is no LightningModule", "wrap the network in one")
         if not isinstance(plan, MixedPrecisionPlan):
-            faults.add(f"plan={plan!r}", "a MixedPrecisionPlan", "write MixedPrecisionPlan('bf16-mixed')")
+            faults.add(f"plan={plan!r} is no MixedPrecisionPlan", "write MixedPrecisionPlan('bf16-mixed')")
         faults.whole("devices", devices, 1, "write the number of ranks")
         check_versions(faults, "torch", "lightning")
 
 
 def why(error: BaseException) -> str:
-    """What could not be traced, by the operator's name where torch says it, and where that was."""
-    said = one_line(error)
-    operator = re.search(r"\b(?:aten|prims|[a-z_0-9]+)\.[a-z_0-9]+\.[a-z_A-Z0-9]+\b", said)
+    """What could not be traced, which torch names by its operator, and where that was."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{last.name} raised {type(error).__name__}"
-    return f"{place}: {operator.group() if operator else said[:160]} ({Path(last.filename).name}:{last.lineno})"
+    said = f"{last.name} raised {type(error).__name__}: {one_line(error)[:160]}"
+    return f"{said} ({Path(last.filename).name}:{last.lineno})"
 
 
 # ---------------------------------------------------------------------- from a trace
@@ -120,7 +142,9 @@ def by_formula(
     policy, notes = plan.policy, [f"not traced: {reason}"]
     params = sum(parameter.numel() for parameter in module.parameters())
     config = next((inner.config for inner in module.modules() if hasattr(inner, "config")), None)
-    name, (shards, split) = name_of(strategy), degrees(strategy, ranks)
+    name, (shards, split) = name_of(strategy), (ranks, 1)
+    if hasattr(strategy, "degrees"):  # the ranks that shard the weights, and those that split or share out layers
+        _, shards, split = cast("Any", strategy).degrees(ranks)
     kind = "fsdp2" if name == "pipeline" and shards > 1 else name
     found: dict[str, float] = dict(
         zip(_HELD, (params / split * size for size in held(policy.precision, kind, shards)), strict=True)
@@ -173,15 +197,6 @@ def rows_of(batch: Any) -> int:
     return next((len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
-def with_rows(batch: Any, rows: int) -> Any:
-    """``batch`` with so many rows, its own again and again."""
-    given = rows_of(batch)
-    chosen = torch.arange(rows) % given
-    return mapped(
-        lambda leaf: leaf[chosen] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == given else leaf, batch
-    )
-
-
 def fits(
     module: nn.Module,
     batch: Any,
@@ -195,23 +210,26 @@ def fits(
     Other ways than the plan's own are for its modules, or else for the blocks that a transformers model names.
     ``strategy`` makes the strategy for a plan; ``run`` goes to ``predict_memory``.
     """
-    own = plan.policy.checkpointing
-    patterns = _blocks(module) if own is None else own.modules
+    own, given = plan.policy.checkpointing, rows_of(batch)
+    named = {name for inner in module.modules() for name in block_classes(inner)}
+    blocks = sorted(named & {type(inner).__name__ for inner in module.modules()})
+    patterns = tuple(blocks) if own is None else own.modules
     modes: tuple[Mode, ...] = ("none", "selective", "full") if patterns else ("none",)
     for mode in modes:
         recomputed = None if mode == "none" else Checkpointing(modules=patterns, mode=mode)
         there = MixedPrecisionPlan.from_policy(replace(plan.policy, checkpointing=recomputed))
 
         def predict(rows: int, there: MixedPrecisionPlan = there) -> MemoryPrediction:
-            return predict_memory(module, with_rows(batch, rows), there, strategy=strategy(there), **run)
+            """Of the batch's own rows again and again."""
+            chosen = torch.arange(rows) % given
 
-        found = predict(rows_of(batch))
-        yield Fit(mode, found, most_rows(lambda rows: predict(rows).peak_bytes, memory, rows_of(batch), found))
+            def of(leaf: Any) -> Any:
+                return leaf[chosen] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == given else leaf
 
+            return predict_memory(module, mapped(of, batch), there, strategy=strategy(there), **run)
 
-def _blocks(module: nn.Module) -> tuple[str, ...]:
-    named = {name for inner in module.modules() for name in block_classes(inner)}
-    return tuple(sorted(named & {type(inner).__name__ for inner in module.modules()}))
+        found = predict(given)
+        yield Fit(mode, found, most_rows(lambda rows: predict(rows).peak_bytes, memory, given, found))
 
 
 def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> int:
@@ -226,3 +244,148 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
         guess = min(max(line, low + 1), high - 1)
         size = peak(guess)
     return low
+
+
+# ---------------------------------------------------------------------- two steps of the real Trainer, without memory
+
+
+STEPS = 2
+ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
+#: of a run's Trainer arguments, those that this run decides, and those that write
+LEFT_OUT = frozenset(
+    ("max_time", "num_nodes", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir")
+)
+
+
+class _Follow(Callback):
+    """Tells the storages where the run is, and what tensors are for."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self.first: int | None = None
+        self.end = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step < STEPS:
+            self._name(trainer, pl_module)
+        if self.first is None:
+            self.first = len(self._storages.events)
+        self._storages.in_forward = True
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        self._storages.in_forward = False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._name(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._storages.in_forward = False
+        self._name(trainer, pl_module)
+        if trainer.global_step == STEPS and not self.end:
+            self.end = len(self._storages.events)
+
+    def _name(self, trainer: Trainer, module: LightningModule) -> None:
+        name, parameters = self._storages.name, list(module.parameters())
+        name(strided(parameters), "parameters")
+        name(strided(module.buffers()), "buffers")
+        name(strided(parameter.grad for parameter in parameters), "gradients")
+        for optimizer in trainer.optimizers:
+            for state in optimizer.state.values():
+                name(strided(state.values()), "optimizer_state")
+
+
+class _OneOfMany(LightningEnvironment):
+    """The first of so many processes, none of which is started."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._size = world_size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return self._size
+
+    def local_rank(self) -> int:
+        return 0
+
+
+@contextmanager
+def _kept() -> Generator[None, None, None]:
+    """On exit the process and its rank are as they were; silent within."""
+    rank, disabled = getattr(rank_zero_only, "rank", None), logging.root.manager.disable
+    try:
+        logging.disable(logging.ERROR)
+        with process_kept(torch.device("cpu")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        cast("Any", rank_zero_only).rank = rank
+
+
+def traced(
+    module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]
+) -> MemoryPrediction:
+    """Run ``STEPS`` optimizer steps on copies without memory; ``trainer_args`` names strategy and devices.
+
+    Raises:
+        Exception: whatever the module, the plan or torch raise on tensors whose numbers are not known.
+    """
+    device = torch.device("cpu")  # where the module is made; Lightning moves it
+    on_cuda = torch.cuda.is_available() and trainer_args.get("accelerator", "auto") in ("auto", "gpu", "cuda")
+    storages = Storages("cuda" if on_cuda else "cpu")
+    follow = _Follow(storages)
+    given = {key: value for key, value in trainer_args.items() if key not in LEFT_OUT}
+    device_type = "cuda" if on_cuda else "cpu"  # also for a device that this machine lacks: sizes are the same
+    arguments: dict[str, Any] = {**given, "accelerator": device_type, **ALONE, "callbacks": [follow]}
+    ranks = arguments.get("devices", 1)
+    with ExitStack() as stack:
+        stack.enter_context(_kept())
+        stack.enter_context(moved_in_place())
+        stack.enter_context(fakes_unnoticed())
+        stack.enter_context(resizes_told(storages.resized))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
+            stack.enter_context(fake_ranks(ranks, known))
+            arguments["plugins"] = [_OneOfMany(ranks)]
+        mine = MixedPrecisionPlan.from_policy(plan.policy)
+        trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
+        stack.enter_context(storages)
+        stack.enter_context(FakeCopies(device))
+        copied = fake_module(module, device)
+        # what a user's hooks may write or fetch
+        copied.configure_callbacks, copied.prepare_data = list, lambda: None
+        trainer.fit(copied, train_dataloaders=repeat(fake_batch(batch, device)))
+    events, end = storages.events, follow.end or len(storages.events)
+    # the second step's, as a rule: before an optimizer's first one its weights may be kept, as Adafactor's are
+    again = [type(one).__name__ for one in trainer.optimizers if calls_closure_again(one)]
+    notes = tuple(f"{name} goes on for as long as numbers say that are not known: it needs more" for name in again)
+    return MemoryPrediction(*peak(events, follow.first or 0, end), alive(events, end), "traced", notes)
+
+
+def step_error(module: nn.Module, batch: Any, policy: PrecisionPolicy | None, precision: str) -> Exception | None:
+    """What a copy of ``module`` raises when a Trainer makes one step of it with ``batch``, for real and on the CPU.
+
+    ``policy`` is the plan's, or ``None`` where ``precision`` is one of Lightning's own. ``None`` where nothing is
+    raised, or a plan refuses to run on this machine.
+    """
+    copied = cast("Any", copy.deepcopy(module))
+    copied.configure_callbacks, copied.prepare_data = list, lambda: None
+    regime: dict[str, Any] = {"precision": precision}
+    if policy is not None:
+        regime = {"plugins": [MixedPrecisionPlan.from_policy(policy)]}
+    with _kept():
+        alone = {**BARE, "max_epochs": 1, "limit_train_batches": 1, "logger": DummyLogger()}
+        trainer = Trainer(accelerator="cpu", devices=1, **alone, **regime)
+        try:
+            trainer.fit(copied, train_dataloaders=repeat(batch))
+        except PlanError:
+            return None
+        except Exception as error:
+            return error
+    return None

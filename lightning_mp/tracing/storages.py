@@ -38,19 +38,12 @@ from lightning_mp.planner.memory import PARTS
 _CUDA_BLOCK = 512
 #: flags, and flags stacked with a count
 _SMALL = 2
-
-
 #: entries of a tensor whose numbers are kept: a mask over 2048 x 2048 tokens
 _MOST = 2**22
 _VALUE = "_lightning_mp_value"
 _CPU = torch.device("cpu")
 #: numbers that were overwritten by unknown ones
 _UNKNOWN = "_lightning_mp_unknown"
-
-
-def keep(tensor: Tensor, value: Tensor) -> None:
-    """Remember ``value`` as the numbers of ``tensor``."""
-    setattr(tensor, _VALUE, value)
 
 
 def keeps(tensor: Tensor) -> bool:
@@ -114,7 +107,7 @@ def fake(tensor: Tensor, device: torch.device) -> Tensor:
     value = known(tensor)
     if value is not None and keeps(tensor):
         with without_modes():
-            keep(like, value.to("cpu", copy=True))
+            setattr(like, _VALUE, value.to("cpu", copy=True))
     return like.requires_grad_(tensor.requires_grad) if tensor.is_leaf else like
 
 
@@ -196,38 +189,23 @@ class Storages(TorchDispatchMode):
             out = func(*args, **kwargs)
         for tensor, number in zip(leaves(out), leaves(value), strict=False) if value is not None else ():
             if isinstance(tensor, Tensor):
-                keep(tensor, number)
+                setattr(tensor, _VALUE, number)
         made = [tensor for tensor in leaves(out) if isinstance(tensor, Tensor)]
-        if made:
-            part = self._part(func, args)
-            for tensor in made:
-                self.hold(tensor, part)
+        source = self._held.get(storage_key(args[0])) if func is CAST else None
+        forward = self.in_forward or torch.is_grad_enabled()
+        part = "activations" if forward and (source is None or source.part != "parameters") else "other"
+        for tensor in made:
+            self.hold(tensor, part)
         self._follow_flags(func, args, made)
         return out
-
-    def _part(self, func: Any, args: Any) -> str:
-        if not (self.in_forward or torch.is_grad_enabled()):
-            return "other"
-        if func is CAST and self._part_of(args[0]) == "parameters":
-            return "other"
-        return "activations"
-
-    def _part_of(self, tensor: Tensor) -> str | None:
-        held = self._held.get(storage_key(tensor))
-        return None if held is None else held.part
 
     # ------------------------------------------------------------------ storages
 
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count the storage of ``tensor`` from now on, if it is new."""
-        if wraps(type(tensor)) or tensor.device.type != self._device:
+        if wraps(type(tensor)) or tensor.device.type != self._device or tensor.layout is not torch.strided:
             return
-        if tensor.layout is not torch.strided:
-            for inner in (tensor.indices(), tensor.values()) if tensor.layout is torch.sparse_coo else ():
-                self.hold(inner, part)
-            return
-        storage = tensor.untyped_storage()
-        key = storage_key(tensor)
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         held = self._held.get(key)
         if held is None:
             held = self._held[key] = Held(part)

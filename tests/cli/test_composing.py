@@ -131,7 +131,7 @@ def test_the_command_line_has_the_last_word_over_an_experiment_and_that_over_the
     ],
 )
 def test_a_sweep_is_a_run_a_value(argument: str, expected: list[tuple[str, ...]]) -> None:
-    assert [job.swept for job in composed(None, argument, multirun=True)] == expected
+    assert [tuple(job.swept) for job in composed(None, argument, multirun=True)] == expected
     jobs = composed(None, argument, "trainer.max_steps=8,9", multirun=True)
     assert [job.config["trainer"]["max_steps"] for job in jobs] == [8, 9] * len(expected)
 

@@ -57,5 +57,5 @@ def test_an_unknown_name_and_a_file_that_is_there_are_refused() -> None:
     Path("llama_tiny.yaml").write_text("mine")
     taken = _run("init", "llama_tiny")
     assert taken.exit_code == 2
-    assert "llama_tiny.yaml, which exists" in taken.stderr
+    assert "llama_tiny.yaml exists" in taken.stderr
     assert Path("llama_tiny.yaml").read_text() == "mine"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import FP8, MixedPrecisionPlan, PlanError, compare
-from lightning_mp.comparison import run as running
+from lightning_mp.comparison.compare import _Watch
 from lightning_mp.compat import torchao
 
 WIDTH, ROWS, BATCH = 32, 48, 8
@@ -92,10 +92,10 @@ def test_the_losses_are_those_of_a_plain_run_of_each_plan() -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             watched.append(2 * float(args[2]["loss"]))  # Lightning shows it divided by the micro-batches
 
-        on_fit_start = running._Watch.on_fit_start
-        on_train_start = running._Watch.on_train_start
-        on_train_epoch_end = running._Watch.on_train_epoch_end
-        _seed = running._Watch._seed
+        on_fit_start = _Watch.on_fit_start
+        on_train_start = _Watch.on_train_start
+        on_train_epoch_end = _Watch.on_train_epoch_end
+        _seed = _Watch._seed
         seed = 1
 
     seed_everything(1, verbose=False)

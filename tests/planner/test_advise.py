@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from lightning_mp.cli import app
 from lightning_mp.errors import PlanError
 from lightning_mp.planner import Advice, ModelShape, advise, estimate
-from lightning_mp.planner.layout import PRECISIONS
 from lightning_mp.planner.memory import HELD, STRATEGIES, bytes_per_parameter
+from lightning_mp.planner.shape import PRECISIONS
 from lightning_mp.policy.hardware import GPUS
 from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
 

@@ -23,7 +23,7 @@ from lightning_mp.planner.estimate import (
     roofline,
     spread,
 )
-from lightning_mp.planner.layout import default_gbps
+from lightning_mp.planner.shape import default_gbps
 from lightning_mp.policy.hardware import GPUS
 
 #: what the table does not say of Llama 3.1: key-value heads, MLP

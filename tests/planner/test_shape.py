@@ -53,10 +53,10 @@ def test_a_config_gives_the_parameters_that_transformers_makes(kind: str) -> Non
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({**_SMALL, "num_local_experts": 8}, "a config of a mixture of 8 experts"),
-        ({**_SMALL, "is_encoder_decoder": True}, "a config of an encoder and a decoder"),
-        ({"hidden_size": 64, "num_hidden_layers": 2, "image_size": 224}, "a config of a model of images"),
-        (None, "a config with nothing"),
+        ({**_SMALL, "num_local_experts": 8}, "config of a mixture of 8 experts"),
+        ({**_SMALL, "is_encoder_decoder": True}, "config of an encoder and a decoder"),
+        ({"hidden_size": 64, "num_hidden_layers": 2, "image_size": 224}, "config of a model of images"),
+        (None, "config with nothing"),
     ],
 )
 def test_a_config_of_another_kind_is_refused(given: Any, text: str) -> None:

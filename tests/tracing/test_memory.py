@@ -15,12 +15,12 @@ from torch import Tensor
 
 from benchmarks.memory import Cell, Trained, measured, predicted
 from lightning_mp import MixedPrecisionPlan, trainer_kwargs
-from lightning_mp.comparison.run import quiet
+from lightning_mp.comparison.compare import quiet
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.memory import PARTS
-from lightning_mp.tracing.run import ALONE
+from lightning_mp.tracing.predict import ALONE
 from support import hf
 from support.launching import environment
 from support.models import Regression
