@@ -38,19 +38,10 @@ from lightning_mp.errors import Faults, PlanError, near_keywords
 from lightning_mp.modules.patterns import call_with_original_classes
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.policy import (
-    CheckpointingLike,
-    FP8Like,
-    LossScalingLike,
-    NonFiniteLike,
-    PinsLike,
-    Precision,
-    PrecisionPolicy,
-    hardware,
-    load,
-    presets,
-)
+from lightning_mp.policy import PrecisionPolicy, hardware, load, presets
 from lightning_mp.policy.pieces import call
+from lightning_mp.policy.precision_policy import CheckpointingLike, FP8Like, LossScalingLike, NonFiniteLike, PinsLike
+from lightning_mp.policy.words import Precision
 
 if TYPE_CHECKING:
     from lightning_mp.monitor.nonfinite.bad_steps import PlanRun

@@ -17,7 +17,7 @@ from lightning_mp.checkpoints import formats
 from lightning_mp.checkpoints.folders import deepspeed_checkpoint, sharded_checkpoint, sharded_weights
 from lightning_mp.checkpoints.formats import ALLOWED, STORAGE, CheckpointFormatError, kind_of, plain_names
 from lightning_mp.errors import Faults, MissingExtraError
-from lightning_mp.policy import storage_dtype
+from lightning_mp.policy.pieces import storage_dtype
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 

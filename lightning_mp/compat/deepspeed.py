@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -74,7 +74,7 @@ class Zero:
     """A ``DeepSpeedEngine`` and its ZeRO optimizer, as far as a plan's step needs them."""
 
     def __init__(self, engine: Any, optimizer: Any) -> None:
-        self._engine, self.optimizer = engine, optimizer
+        self.engine, self.optimizer = engine, optimizer
         self._scale: PlanScale | None = None
         #: ``gradient_clipping`` of the JSON
         self.clip_of_json = float(optimizer.clip_grad)
@@ -107,35 +107,8 @@ class Zero:
     def step(self) -> tuple[bool, Any]:
         """DeepSpeed's step; whether it was made, and the norm of the gradients, if there is one."""
         with nullcontext() if self._scale is None else self._scale.read_once():
-            self._engine.step()
-        return self._engine.was_step_applied(), self._engine.get_global_grad_norm()
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's backward pass, of a loss that is divided by the accumulation already."""
-        self._engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
-
-    def at_boundary(self) -> bool:
-        """Whether the last backward pass was the one that reduces."""
-        return self._engine.is_gradient_accumulation_boundary()
-
-    def clip(self, norm: float) -> None:
-        """Clip by ``norm`` in the next steps; 0: not at all."""
-        self.optimizer.clip_grad = norm
-
-    @property
-    def offloads(self) -> bool:
-        """Whether masters and optimizer state of a ZeRO-1 or 2 optimizer are on the CPU."""
-        return bool(self.optimizer.cpu_offload)
-
-    def keeps_moments(self) -> bool:
-        """Whether a gradient of 0 may still move a weight."""
-        states: Iterable[Mapping[str, Any]] = self.optimizer.optimizer.state.values()
-        return any(isinstance(value, Tensor) and value.ndim for state in states for value in state.values())
-
-    def copy_group(self, source: int, target: int) -> None:
-        """Give a param group the settings of another."""
-        groups = self.optimizer.param_groups
-        groups[target].update({key: value for key, value in groups[source].items() if key != "params"})
+            self.engine.step()
+        return self.engine.was_step_applied(), self.engine.get_global_grad_norm()
 
 
 class PlanScale:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_mp.deepspeed_config import read
 from lightning_mp.deepspeed_config.read import RULE, SENT, SUBJECT, DeepSpeedNotes, check, is_unset
 from lightning_mp.errors import Faults, PlanError
-from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy.pieces import LossScaling
+from lightning_mp.policy import LossScaling, PrecisionPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -276,7 +275,7 @@ class DeepSpeedJson:
             faults.extend(check("", first)[1].values())
             offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
             try:
-                composed = {} if policy.precision == "auto" else compose(policy, stage=stage, **offload)
+                composed = {} if policy.precision == "auto" else compose(policy, None, stage=stage, **offload)
             except PlanError as error:
                 faults.extend(error.faults)
         # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean, is_number
-from lightning_mp.policy import DTYPES, STORAGE_DTYPES, NonFinite, PrecisionPolicy
+from lightning_mp.policy import STORAGE_DTYPES, LossScaling, NonFinite, PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping
-from lightning_mp.policy.pieces import LossScaling
+from lightning_mp.policy.words import DTYPES
 
 JsonLike = Mapping[str, Any] | str | PathLike[str]
 

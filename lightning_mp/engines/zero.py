@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.deepspeed import Zero, after_gathered_change, gathers, is_partitioned
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.compat.torch import is_compiled
+from lightning_mp.compat.torch import is_compiled, version
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads
@@ -125,7 +125,7 @@ class ZeroEngine(StepEngine):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
         with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
-            self._running.backward(loss, *args, **kwargs)
+            self._running.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
 
     def after_backward(self) -> None:
         """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
@@ -172,7 +172,7 @@ class ZeroEngine(StepEngine):
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Have the step clip by the norm over all partitions."""
-        self._running.clip(max_norm)
+        self._running.optimizer.clip_grad = max_norm
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
         """ZeRO has no clipping by value.
@@ -189,20 +189,22 @@ class ZeroEngine(StepEngine):
             RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
         """
         zero, weights = self._running, cast("Weights", self._weights)
-        if not zero.at_boundary():
+        if not zero.engine.is_gradient_accumulation_boundary():
             refuse(
                 "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
                 "reduces in that batch's backward pass",
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
-        weights.refuse(moves=zero.keeps_moments())
+        states = (value for state in zero.optimizer.optimizer.state.values() for value in state.values())
+        weights.refuse(moves=any(isinstance(value, Tensor) and value.ndim for value in states))
         # A user's hook may have changed weights. Under offload the copy would cross the bus: there only writes to the
         # parameters themselves are seen.
-        if weights.take_change() or not (weights.partitioned or zero.offloads):
+        if weights.take_change() or not (weights.partitioned or zero.optimizer.cpu_offload):
             zero.optimizer.refresh_fp32_params()
         for place, origin in enumerate(self.came_from):  # a group split off steps with what the first piece has by now
-            if self.came_from.index(origin) != place:
-                zero.copy_group(self.came_from.index(origin), place)
+            first, groups = self.came_from.index(origin), zero.optimizer.param_groups
+            if first != place:
+                groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
         self.pending = False
         self._in_step = True
         try:
@@ -210,7 +212,7 @@ class ZeroEngine(StepEngine):
         finally:
             self._in_step = False
         weights.stepped()
-        zero.clip(self._default_clip)
+        zero.optimizer.clip_grad = self._default_clip
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
@@ -316,10 +318,10 @@ class Weights:
     def loaded(self) -> None:
         """What was written to up to now is where it belongs: a checkpoint was loaded."""
         #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
-        self._versions = {name: parameter._version for name, parameter in self._named.items()}
+        self._versions = {name: version(parameter) for name, parameter in self._named.items()}
 
     def _written(self) -> list[str]:
-        return [name for name, version in self._versions.items() if self._named[name]._version != version]
+        return [name for name, before in self._versions.items() if version(self._named[name]) != before]
 
     def take_change(self) -> bool:
         """Whether a user changed weights since the last call, or the last step."""

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from lightning_mp import FP8, Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin, PlanError, PrecisionPolicy
-from lightning_mp.policy import TF32_SETTINGS
+from lightning_mp.policy.precision_policy import TF32_SETTINGS
 from support.policies import policies
 
 # ---------------------------------------------------------------------- round trips

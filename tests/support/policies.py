@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lightning_mp import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
-from lightning_mp.policy import PRECISIONS, STORAGE_DTYPES, TF32_SETTINGS
+from lightning_mp.policy import PRECISIONS, STORAGE_DTYPES
+from lightning_mp.policy.precision_policy import TF32_SETTINGS
 from support.scales import scalings
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
