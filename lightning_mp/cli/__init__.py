@@ -10,8 +10,7 @@ import typer
 import lightning_mp
 from lightning_mp.cli.advise import advise
 from lightning_mp.cli.compare import compare, demo
-from lightning_mp.cli.env import env
-from lightning_mp.cli.examine import audit, doctor, pins
+from lightning_mp.cli.examine import audit, doctor, env, pins
 from lightning_mp.cli.files import consolidate, init, report
 from lightning_mp.cli.train import train
 

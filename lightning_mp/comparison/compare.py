@@ -369,9 +369,8 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
         faults.add(f"module, a {type(module).__name__}", "a LightningModule, or a function that makes one", "give one")
     for name in (name for name in OWN if name in trainer):
         faults.add(f"{name}={trainer[name]!r}, which compare sets itself", "remove it, or write steps=")
-    known = [*(name for name in signature(compare).parameters if name != "trainer"), *trainer_arguments()]
-    for name in trainer.keys() - set(known):
-        faults.unknown("keyword", name, known)
+    for name in trainer.keys() - set(trainer_arguments()):
+        faults.unknown("keyword", name, [*signature(compare).parameters, *trainer_arguments()])
     if out is not None:
         from lightning_mp.monitor.report.page import plotly_script
 

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Any, Literal
 
 from rich import box
@@ -169,7 +168,7 @@ class Comparison:
         console.print(table, highlight=False)
         failed = [f"{plan.name}, seed {run.seed}, failed: {run.error}" for plan in self.plans for run in plan.failed]
         for line in [*failed, *notes(self)]:
-            console.print("\n".join(wrap(line, width - 1, subsequent_indent="  ")), highlight=False, markup=False)
+            console.print(line, highlight=False, markup=False)
         return output.getvalue()
 
     def __str__(self) -> str:
@@ -212,17 +211,12 @@ def compare_losses(
     ``margin=None`` is half a percent of the first plan's mean final loss.
     """
     (one, losses), (other, theirs) = first, second
-    finite = [loss for loss in losses.values() if is_number(loss)]
+    finite = {seed: loss for seed, loss in losses.items() if is_number(loss)}
     if margin is None:
-        margin = MARGIN_SHARE * abs(statistics.fmean(finite)) if finite else 0.0
-    differences: dict[int, float] = {}
-    diverged: list[int] = []
-    for seed, loss in losses.items():
-        its = theirs.get(seed)
-        if is_number(loss) and is_number(its):
-            differences[seed] = its - loss
-        elif is_number(loss) and its is not None:
-            diverged.append(seed)
+        margin = MARGIN_SHARE * abs(statistics.fmean(finite.values())) if finite else 0.0
+    pairs = {seed: (loss, its) for seed, loss in finite.items() if (its := theirs.get(seed)) is not None}
+    differences = {seed: its - loss for seed, (loss, its) in pairs.items() if is_number(its)}
+    diverged = [seed for seed in pairs if seed not in differences]
     mean = statistics.fmean(differences.values()) if differences else None
     interval = None
     if mean is not None and len(differences) > 1:

@@ -180,7 +180,6 @@ def by_formula(
 MOST_ROWS = 4096
 _TRIES = 8
 Mode = Literal["none", "selective", "full"]
-StrategyFor = Callable[[MixedPrecisionPlan], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ def fits(
     batch: Any,
     plan: MixedPrecisionPlan,
     memory: float,
-    strategy: StrategyFor = lambda _: "auto",
+    strategy: Callable[[MixedPrecisionPlan], Any] = lambda _: "auto",
     **run: Any,
 ) -> Iterator[Fit]:
     """Each way of checkpointing, the one that recomputes least first, on a device of ``memory`` bytes.

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from lightning_mp.cli import app
-from lightning_mp.cli.env import collect
+from lightning_mp.cli.examine import collect
 from lightning_mp.numerics import dtypes as devices
 from lightning_mp.policy import PRECISIONS
 from lightning_mp.policy.hardware import Device
