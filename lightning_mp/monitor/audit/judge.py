@@ -88,8 +88,8 @@ def by_policy(
     if policy.fp8 is not None:
         running = None if engine is None else engine.fp8
         covered = [member.module for member in pin_map.members]
-        chosen = running.modules if running else fp8.select(modules[""], policy.fp8, covered, Faults("audit"))[1]
-        converted = set(map(id, chosen))
+        chosen = fp8.select(modules[""], policy.fp8, covered, Faults("audit"))[1] if running is None else ()
+        converted = set(map(id, running.converted.values() if running else chosen))
     without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
     return Declaration(
         by=f"MixedPrecisionPlan({policy.precision!r})",
