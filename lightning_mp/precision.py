@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.lightning import (
+    DeepSpeedStrategy,
     FSDPPrecision,
     LightningModule,
     RunningStage,
@@ -203,7 +205,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         check_copy(module, type(self).__name__)
         trainer = trainer_of(module)
         strategy = None if trainer is None else trainer.strategy
-        for_strategy.check_hosts(strategy)
+        zero = ["deepspeed"] if isinstance(strategy, DeepSpeedStrategy) else []
+        require_versions("MixedPrecisionPlan", "torch", "lightning", *zero)
         self._attach(trainer, module)
         faults, device = Faults(), describe(self._device)
         self._resolve(device, module, strategy)

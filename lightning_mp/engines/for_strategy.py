@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lightning_mp.compat import torch_sharding as sharding_compat
-from lightning_mp.compat.checks import check_versions
 from lightning_mp.compat.lightning import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -104,17 +103,6 @@ def describe(strategy: Strategy) -> str:
     return f"{type(strategy).__name__}, {processes}: {engine_of(strategy).holds}"
 
 
-def check_hosts(strategy: Strategy | None) -> None:
-    """Raise where torch, Lightning or, under ZeRO, DeepSpeed is a release whose private names are not known.
-
-    Raises:
-        PlanError: the release, and those that this package is tested with.
-    """
-    with Faults() as faults:
-        zero = isinstance(strategy, DeepSpeedStrategy)
-        check_versions(faults, "torch", "lightning", *(["deepspeed"] if zero else []))
-
-
 def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPolicy:
     """``policy`` with what the strategy's own config says where the plan says nothing; a line tells of it."""
     own = getattr(strategy, "completed", None)
@@ -206,11 +194,11 @@ def check_users_sharding(
     if wrong:
         faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", f"{_INSTEAD}, with a new module")
     if whole:
-        given = f"{len(whole)} trained parameters, such as {whole[0]!r}, that configure_model leaves whole on each rank"
+        given = f"{len(whole)} trained parameters, such as {whole[0]!r}, left whole on {replicas} data-parallel ranks"
         faults.add(given, f"shard the module they are in too, or {_INSTEAD}")
     reduce_dtype = to_torch(policy.reduce_dtype)
     for name, mixed, own in sharding_compat.policies(module):
         # Without one, torch sums in the dtype that is gathered.
         if mixed.param_dtype is not None or (mixed.reduce_dtype or own) != reduce_dtype:
-            given = f"fully_shard on {name!r} with {mixed}, where the plan computes by autocast"
+            given = f"fully_shard on {name!r} with {mixed}, where the plan sums in {reduce_dtype}"
             faults.add(given, f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}")

@@ -106,11 +106,8 @@ def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Fault
     every, name = list(parts(optimizer)), type(optimizer).__name__
     kinds, (refused, packages) = [kind for part in every for kind in type(part).__mro__], _CANNOT[shards]
     if any(kind.__name__ in refused or kind.__module__.startswith(packages or ("-",)) for kind in kinds):
-        faults.add(
-            f"{name} on {where}, which needs whole parameters, or plain tensors of them",
-            "an optimizer that updates each number by itself (AdamW, SGD, Lion)",
-            "use one of these, or strategy='mp_ddp'",
-        )
+        given = f"{name} on {where}, which needs whole parameters, or plain tensors of them"
+        faults.add(given, "use AdamW, SGD or Lion, which update each number by itself, or strategy='mp_ddp'")
         return
     owners = [next(kind for kind in type(part).__mro__ if "step" in vars(kind)) for part in every[1:] or every]
     known = _ELEMENTWISE | _WHOLE | _TOGETHER

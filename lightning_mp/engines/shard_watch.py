@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.compat.torch import in_backward
 from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import map_tensors, tensors_in
@@ -102,7 +102,7 @@ class ShardReads(TorchFunctionMode):
             return result
         if result.requires_grad:
             if self._silent:
-                raise PlanError([_fault(name)])
+                raise _refused(name)
             self._read = self._read or name
         if isinstance(result, DTensor):
             setattr(result, _MADE_OF, name)
@@ -119,30 +119,22 @@ class ShardReads(TorchFunctionMode):
         """
         kind = any(word in str(error) for word in ("DTensor", "size mismatch", "must be a matrix"))
         if self._read is not None and kind and not isinstance(error, PlanError):
-            raise PlanError([_fault(self._read)]) from error
+            raise _refused(self._read) from error
 
-    def _name_in(self, arguments: Iterable[Any]) -> str | None:
-        for one in arguments:
-            if isinstance(one, (list, tuple)):
-                name = self._name_in(cast("Iterable[Any]", one))
-            else:
-                away = isinstance(one, Tensor) and self._away(one)
-                name = self._names.get(id(one)) or getattr(one, _MADE_OF, None) if away else None
-            if name is not None:
-                return name
-        return None
+    def _name_in(self, arguments: Any) -> str | None:
+        away = filter(self._away, tensors_in(arguments))
+        return next(filter(None, (self._names.get(id(one)) or getattr(one, _MADE_OF, None) for one in away)), None)
 
 
 def _is_constant(tensor: Tensor) -> bool:
     return hasattr(tensor, _CONSTANT)
 
 
-def _fault(name: str) -> Fault:
-    return Fault(
+def _refused(name: str) -> PlanError:
+    return PlanError.of(
         f"{name!r} used in the step outside of the unit that holds it, whose weights are sharded there",
-        "",
-        "call the module, or compute with the weight in its forward; pin or wrap what reads it, not it alone; "
-        "weight_decay= in the optimizer for a penalty; or use strategy='mp_ddp'",
+        "call the module, or compute with the weight in its forward; pin or wrap what reads it, not it alone; or use "
+        "strategy='mp_ddp'",
     )
 
 
@@ -164,12 +156,14 @@ class FirstForward:
         self._names, self._device, self._gathers = [*units, _END], device, gathers
         self._active, self._known = False, set[bool]()
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
-        hooks: list[RemovableHandle] = []
-        for name, unit in units.items():
-            hooks.append(unit.register_forward_pre_hook(eager(partial(self._enter, name)), prepend=True))
-        hooks.append(root.register_forward_pre_hook(self._begin, prepend=True))
-        hooks.append(root.register_forward_hook(self._end))
-        self._hooks = hooks
+        self._hooks: list[RemovableHandle] = [
+            *(
+                one.register_forward_pre_hook(eager(partial(self._enter, name)), prepend=True)
+                for name, one in units.items()
+            ),
+            root.register_forward_pre_hook(self._begin, prepend=True),
+            root.register_forward_hook(self._end),
+        ]
 
     def release(self) -> None:
         """Leave the modules."""

@@ -56,13 +56,8 @@ class CheckpointState:
     in_container: bool = False
 
 
-class _Running(threading.local):
-    """Whether the forward of a checkpointed module is under way, or is run again."""
-
-    on = False
-
-
-_running = _Running()
+#: by thread, as ``on``, whether the forward of a checkpointed module is under way, or is run again
+_running = threading.local()
 
 
 class CheckpointedForward(Swapped):
@@ -76,7 +71,11 @@ class CheckpointedForward(Swapped):
         run = cast("Any", super()).forward
         state = self.__dict__.get("_lmp_checkpoint")
         compiling = torch.compiler.is_compiling()
-        if state is None or not torch.is_grad_enabled() or (state.in_container and (compiling or _running.on)):
+        if (
+            state is None
+            or not torch.is_grad_enabled()
+            or (state.in_container and (compiling or getattr(_running, "on", False)))
+        ):
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
         if state.save_ops is not None:
@@ -113,7 +112,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         again, self._again = self._again, True
-        before, _running.on = _running.on, True
+        before, _running.on = getattr(_running, "on", False), True
         try:
             with self._as_before() if again else nullcontext():
                 output = self._run(*args, **kwargs)

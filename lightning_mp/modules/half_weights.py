@@ -49,17 +49,15 @@ def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[We
     special = {id(part): "read by DoRA" for module in dora for part in module.modules()}
     special |= {id(module): "computed with in FP8" for module in root.modules() if fp8.is_converted(module)}
     special |= {id(member.module): "pinned" for member in pin_map.members}
-    names: dict[int, str] = {}
-    found: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
+    found: dict[int, tuple[str, Tensor, list[tuple[nn.Module, str]]]] = {}
     for name, module in root.named_modules():
         for key, tensor in module.named_parameters(recurse=False):
-            names.setdefault(id(tensor), f"{name}.{key}".strip("."))
-            found.setdefault(id(tensor), (tensor, []))[1].append((module, key))
-    weights: list[Weight] = []
-    for name, (tensor, places) in zip(names.values(), found.values(), strict=True):
-        reason = _reason(tensor, places, special) if policy.mixed else "computed with as stored"
-        weights.append(Weight(name, tensor, tuple(places), reason))
-    return weights
+            found.setdefault(id(tensor), (f"{name}.{key}".strip("."), tensor, []))[2].append((module, key))
+    whole = None if policy.mixed else "computed with as stored"
+    return [
+        Weight(name, tensor, tuple(places), whole or _reason(tensor, places, special))
+        for name, tensor, places in found.values()
+    ]
 
 
 def _reason(tensor: Tensor, places: list[tuple[nn.Module, str]], special: dict[int, str]) -> str | None:

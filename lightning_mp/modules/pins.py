@@ -89,9 +89,7 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         return PinMap((), ())
     named = list(named_submodules(root))
     index_of = _covering(named, pins, root, faults)
-    places = owners(root).values()
-    _extend_over_ties(places, index_of)
-    _check_ties(places, index_of, pins, faults)
+    _resolve_ties(owners(root).values(), index_of, pins, faults)
     modules = dict(named)
     members: list[PinnedModule] = []
     seen: set[int] = set()
@@ -133,7 +131,7 @@ def _covering(
     return index_of
 
 
-def _extend_over_ties(tied: Iterable[list[Place]], index_of: dict[str, int]) -> None:
+def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults) -> None:
     """A tied weight lives in one dtype: a pin on one owner covers an owner that no pin mentions.
 
     Not one that contains a pinned owner: BERT's head shares a bias with the decoder in it, and nothing else.
@@ -143,9 +141,6 @@ def _extend_over_ties(tied: Iterable[list[Place]], index_of: dict[str, int]) -> 
         for name, _, _ in places if pinned else ():
             if name and not any(owner.startswith(f"{name}.") for owner in pinned):
                 index_of.setdefault(name, min(index_of[owner] for owner in pinned))
-
-
-def _check_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults) -> None:
     for places in tied:
         dtypes = {f"{name}.{key}": pins[index_of[name]].dtype for name, _, key in places if name in index_of}
         if len(set(dtypes.values())) > 1:
@@ -186,19 +181,14 @@ class PinState:
     owns: bool
 
 
-class _Region(threading.local):
-    """The dtype of the innermost pinned forward under way."""
-
-    dtype: torch.dtype | None = None
-
-
-_region = _Region()
+#: by thread, as ``dtype``, that of the innermost pinned forward under way
+_region = threading.local()
 
 
 @contextmanager
 def _inside(dtype: torch.dtype) -> Generator[None, None, None]:
     """Within, what a pinned module makes (positions, masks) is of its dtype, and calls come from inside."""
-    before, _region.dtype = _region.dtype, dtype
+    before, _region.dtype = getattr(_region, "dtype", None), dtype
     try:
         with default_dtype(dtype):
             yield
@@ -221,7 +211,7 @@ class PinnedForward(Swapped):
         if not entry and not compiling:
             # Code may iterate over a container and never call it. What was called from inside once stays inside: where
             # it is recomputed in a backward pass, nothing is around it.
-            if _region.dtype == pin.dtype:
+            if getattr(_region, "dtype", None) == pin.dtype:
                 self.__dict__["_lmp_pin_inside"] = True
             entry = "_lmp_pin_inside" not in self.__dict__
         if not (entry or pin.owns):
@@ -358,11 +348,7 @@ def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faul
 
 
 def reads_refused(root: nn.Module, pin_map: PinMap, compute: str) -> AbstractContextManager[Any]:
-    """Within, a product with a pinned weight, outside of any pinned forward, raises; not where modules are compiled.
-
-    Raises:
-        PlanError: the weight and its pin.
-    """
+    """Within, a product with a pinned weight, outside of any pinned forward, is refused; not in compiled modules."""
     members = [member for member in pin_map.members if member.pin.dtype != compute]
     return nullcontext() if not members or any(map(is_compiled, root.modules())) else _Reads(members)
 
@@ -373,7 +359,7 @@ class _Reads(TorchFunctionMode):
         self._members = members
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _region.dtype is None and getattr(func, "__name__", "") in _PRODUCTS:
+        if getattr(_region, "dtype", None) is None and getattr(func, "__name__", "") in _PRODUCTS:
             given = {id(one) for tensor in tensors_in((args, kwargs or {})) for one in (tensor, base_of(tensor))}
             for member in self._members:
                 for name, one in member.module.named_parameters(recurse=False):

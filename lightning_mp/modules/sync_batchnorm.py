@@ -71,11 +71,8 @@ def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
         found[id(module)] = module
         own = original_class(module)
         if own.forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
-            faults.add(
-                f"sync_batchnorm=True with {name!r}, a {own.__name__} with a forward of its own",
-                "batch norms that only normalize: what else that forward does would be lost",
-                "synchronize it in the module (timm: timm.layers.convert_sync_batchnorm), without sync_batchnorm=True",
-            )
+            given = f"sync_batchnorm=True with {name!r}, a {own.__name__}, whose forward does more than normalize"
+            faults.add(given, "synchronize it in the module (timm: timm.layers.convert_sync_batchnorm), without it")
     return list(found.values())
 
 

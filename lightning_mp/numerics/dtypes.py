@@ -110,9 +110,8 @@ def _is_packed(key: str, tensor: Tensor) -> bool:
 def _is_quantized(key: str, parameter: Tensor) -> bool:
     if is_plain(parameter) or is_lazy(parameter) or _is_sharded(parameter) or _is_marked(parameter):
         return False
-    if type(parameter) is nn.Parameter and not _is_float8(parameter):  # an integer or complex one
-        return _is_packed(key, parameter)
-    return True
+    integer = type(parameter) is nn.Parameter and not _is_float8(parameter)  # or complex
+    return _is_packed(key, parameter) if integer else True
 
 
 def _is_marked(tensor: Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -39,14 +38,12 @@ class PeakMemory:
         self._profile.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._profile is None:
             self.bytes = torch.cuda.max_memory_allocated() - self._before
             return
         try:
-            self._profile.__exit__(kind, error, trace)
+            self._profile.__exit__(*error)
         finally:
             if self._level is None:
                 os.environ.pop(_LOG_LEVEL, None)
