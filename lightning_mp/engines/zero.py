@@ -337,10 +337,7 @@ class Weights:
         )
 
     def refuse_apart(self) -> None:
-        """After the first backward pass, raise a RuntimeError on every rank where they have not the same gradients.
-
-        ZeRO would add up different parameters, or wait for ever.
-        """
+        """After the first backward pass, raise on every rank where they have other gradients, which ZeRO mixes up."""
         if self._compared or not dist.is_initialized():
             return
         self._compared = True
@@ -358,10 +355,7 @@ class Weights:
         )
 
     def refuse(self, *, moves: bool) -> None:
-        """Raise a RuntimeError where a step would do to a weight what it does not do on one device.
-
-        ``moves``: the optimizer keeps moments.
-        """
+        """Raise a RuntimeError where a step would change a weight as no device does; ``moves``: it keeps moments."""
         _refuse(
             [name for name, parameter in self._frozen.items() if parameter.requires_grad],
             "unfrozen in a run with ZeRO, which partitions what is trained when the run starts",

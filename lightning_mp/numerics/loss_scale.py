@@ -252,7 +252,7 @@ class LossScaler(GradScaler):
         if not self.checks:
             return
         known, parameters = self._of(optimizer), parameters_of(optimizer)
-        if not self._are_scaled(known):
+        if not (self.enabled and self._are_scaled(known)):
             self._check(known, parameters)
             return
         if self.within_run and not self._scaled and any(parameter.grad is not None for parameter in parameters):
@@ -264,10 +264,12 @@ class LossScaler(GradScaler):
 
     def found_inf(self, optimizer: Optimizer) -> Tensor:
         """1 where the optimizer's gradients, when last looked at, were not finite on some rank, else 0."""
-        known = self._of(optimizer)
-        if self._are_scaled(known):
+        return self._found_inf(optimizer, self._of(optimizer))
+
+    def _found_inf(self, optimizer: Optimizer, known: _Gradients) -> Tensor:
+        if self.enabled and self._are_scaled(known):
             self.check_finite_(optimizer)
-        flag = self._flag(known)
+        flag = self._flag(known) if known.flag is None else known.flag
         if self.sync is not None and self.checks:
             self.sync(flag)
         return flag
@@ -323,29 +325,29 @@ class LossScaler(GradScaler):
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
-        if self._of(optimizer).stage == "stepped":
+        known = self._of(optimizer)
+        if known.stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
-        flag = self._last = self.found_inf(optimizer)
+        flag = self._last = self._found_inf(optimizer, known)
         before, self.stepping = self.stepping, True
         try:
             result = step_unless(optimizer, flag, self._read, **kwargs) if self.checks else optimizer.step(**kwargs)
         finally:
             self.stepping = before
-        self._count(optimizer, flag)
+        self._count(known, flag)
         return result
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Count a step that DeepSpeed unscaled, checked and made, with its flag."""
         self._last = found_inf
-        self._count(optimizer, found_inf)
+        self._count(self._of(optimizer), found_inf)
 
     def _read(self, flag: Tensor) -> bool:
         self._last = found = bool(flag.item())
         return found
 
-    def _count(self, optimizer: Optimizer, flag: Tensor) -> None:
+    def _count(self, known: _Gradients, flag: Tensor) -> None:
         self.attempts += 1
-        known = self._of(optimizer)
         if self.enabled:
             known.stage = "stepped"
             known.stepped = flag if known.stepped is None else torch.maximum(known.stepped, flag)
@@ -454,21 +456,22 @@ class LossScaler(GradScaler):
 
     def _are_scaled(self, known: _Gradients) -> bool:
         # Without a scaled loss, gradients that are left from before, and what was added to them, are unscaled.
-        return self.enabled and known.stage == "scaled" and (self._scaled or not known.waiting)
+        return known.stage == "scaled" and (self._scaled or not known.waiting)
 
     def _flag(self, known: _Gradients) -> Tensor:
         if known.flag is None:
             # the dtype is written out: manual optimization runs where the default dtype may be a half one
-            known.flag = torch.zeros((), dtype=torch.float32, device=cast("Tensor", self.place().scale).device)
+            scale: Any = self.place().scale
+            known.flag = torch.zeros((), dtype=torch.float32, device=scale.device)
         return known.flag
 
     def _check(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
-        flag = self._flag(known)
-        one = torch.ones_like(flag) if self.enabled else cast("Tensor", self.place().scale)
+        flag = self._flag(known) if known.flag is None else known.flag
+        one: Any = torch.ones_like(flag) if self.enabled else self.state.scale
         unscale_and_check_(gradients(parameters), one, flag)
 
     def _divide(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
-        scale = cast("Tensor", self.place().scale)
+        scale: Any = self.place().scale
         # the reciprocal in fp64, as torch's scaler takes it; mps has none
         inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
         unscale_and_check_(gradients(parameters), inverse, self._flag(known))
