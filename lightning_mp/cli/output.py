@@ -19,7 +19,6 @@ Text = Optional[str]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
 # What a line of a table needs; a pipe or a file has no width of its own.
 _PLAIN_WIDTH = 110
-_FROM_FILES = ("train", "compare")
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 
@@ -35,8 +34,7 @@ def refusals(command: str, *also: type[Exception]) -> Generator[None]:
     try:
         yield
     except PlanError as error:
-        # a config may have many faults, one a line
-        refuse(command, error.listed() if command in _FROM_FILES else " ".join(map(str, error.faults)))
+        refuse(command, error.listed())
     except BrokenPipeError:
         raise  # whoever reads has enough (| head): click leaves without a word
     except (MissingExtraError, NonFiniteError, *also) as error:
