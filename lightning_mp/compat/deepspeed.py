@@ -104,6 +104,15 @@ class Zero:
         for name in ("step", "overlapping_partition_gradients_reduce_epilogue"):
             vars(self.optimizer).pop(name, None)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether masters and optimizer state of a ZeRO-1 or 2 optimizer are on the CPU."""
+        return bool(self.optimizer.cpu_offload)
+
+    def clip(self, norm: float) -> None:
+        """Clip by ``norm`` in the next steps; 0: not at all."""
+        self.optimizer.clip_grad = norm
+
     def step(self) -> tuple[bool, Any]:
         """DeepSpeed's step; whether it was made, and the norm of the gradients, if there is one."""
         with nullcontext() if self._scale is None else self._scale.read_once():
@@ -164,6 +173,18 @@ def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
             changed = True
     if changed:
         zero._link_all_hp_params()  # parameters hold views of their masters
+
+
+def forget_gradients(zero: Any) -> None:
+    """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
+    zero.averaged_gradients.clear()  # in place: parameters hold these to be asked for their gradients
+    zero.all_grad_tensors.clear()
+    zero.micro_step_id = -1
+
+
+def trained_groups(zero: Any) -> list[list[Tensor]]:
+    """The parameters of a ZeRO-1 or 2 optimizer, by param group."""
+    return zero.bit16_groups
 
 
 # ------------------------------------------------------------------ what this rank has of a parameter

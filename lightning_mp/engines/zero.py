@@ -172,7 +172,7 @@ class ZeroEngine(StepEngine):
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Have the step clip by the norm over all partitions."""
-        self._running.optimizer.clip_grad = max_norm
+        self._running.clip(max_norm)
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
         """ZeRO has no clipping by value.
@@ -199,7 +199,7 @@ class ZeroEngine(StepEngine):
         weights.refuse(moves=any(isinstance(value, Tensor) and value.ndim for value in states))
         # A user's hook may have changed weights. Under offload the copy would cross the bus: there only writes to the
         # parameters themselves are seen.
-        if weights.take_change() or not (weights.partitioned or zero.optimizer.cpu_offload):
+        if weights.take_change() or not (weights.partitioned or zero.offloads):
             zero.optimizer.refresh_fp32_params()
         for place, origin in enumerate(self.came_from):  # a group split off steps with what the first piece has by now
             first, groups = self.came_from.index(origin), zero.optimizer.param_groups
@@ -212,7 +212,7 @@ class ZeroEngine(StepEngine):
         finally:
             self._in_step = False
         weights.stepped()
-        zero.optimizer.clip_grad = self._default_clip
+        zero.clip(self._default_clip)
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 

@@ -20,11 +20,13 @@ from lightning_mp.checkpoints.formats import without_file_protocol
 from lightning_mp.compat.checks import require_versions
 from lightning_mp.compat.deepspeed import (
     cast_partition,
+    forget_gradients,
     gather_as,
     halve_masters,
     initialize,
     reduce_as_stored,
     restore_linear,
+    trained_groups,
 )
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
@@ -302,11 +304,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Backward through DeepSpeed, told whether it is the last one before a step."""
         module = self._user_module
-        accumulating = module.automatic_optimization and accumulates(module.trainer)
-        if accumulating and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
-            zero = cast("Any", self.deepspeed_engine).optimizer  # has those of a window an epoch left out
-            zero.averaged_gradients, zero.all_grad_tensors, zero.micro_step_id = {}, {}, -1
-        self.deepspeed_engine.set_gradient_accumulation_boundary(not accumulating)
+        automatic = module.automatic_optimization
+        if automatic and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
+            forget_gradients(self.deepspeed_engine.optimizer)  # those of a window that an epoch left in its midst
+        self.deepspeed_engine.set_gradient_accumulation_boundary(not (automatic and accumulates(module.trainer)))
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_train_end(self) -> None:
@@ -348,7 +349,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def reads(self, path: Any) -> bool:
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
-        flat = [group for zero in cast("Any", self.optimizers) if self._stage < 3 for group in zero.bit16_groups]
+        flat = [group for zero in self.optimizers if self._stage < 3 for group in trained_groups(zero)]
         groups = [[names[id(one)] for one in group] for group in flat]
         return alike and (not groups or loads_alike(Path(path), groups))
 
