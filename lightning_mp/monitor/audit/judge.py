@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -11,7 +12,10 @@ from torch import nn
 
 from lightning_mp.compat.lightning import (
     DDPStrategy,
+    DeepSpeedPrecision,
     DoublePrecision,
+    FSDPPrecision,
+    FSDPStrategy,
     HalfPrecision,
     MixedPrecision,
     Precision,
@@ -27,7 +31,7 @@ from lightning_mp.numerics.dtypes import describe, dtype_name
 from lightning_mp.policy import STORAGE_DTYPES, PrecisionPolicy
 from lightning_mp.policy.words import DTYPES_OF
 
-_STOCK = (MixedPrecision, HalfPrecision, DoublePrecision)
+_STOCK = (MixedPrecision, HalfPrecision, FSDPPrecision, DeepSpeedPrecision, DoublePrecision)
 AS_STORED = "as stored"
 _HALF = frozenset(("bf16", "fp16", "fp8"))
 
@@ -109,19 +113,33 @@ def by_policy(
 
 
 def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
-    """What one of Lightning's own plugins does, as its documentation has it; FSDP's and DeepSpeed's are not judged."""
+    """What one of Lightning's own plugins does, as its documentation has it."""
     precision = str(plugin.precision)
     by, bound = f"{type(plugin).__name__}({precision!r})", in_force(modules)
     _, half = DTYPES_OF.get(precision, (None, None))
     if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
         note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
         return Declaration(by=by, pins=bound, notes=(note,))
-    mixed, own_sum = precision.endswith("-mixed"), isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
+    mixed = precision.endswith("-mixed")
+    if isinstance(plugin, DeepSpeedPrecision):
+        # DeepSpeed's engines cast every parameter and keep fp32 copies of their own; its JSON says what is reduced in
+        state = "fp32" if mixed or half == "fp32" else None
+        return Declaration(by=by, pins=bound, compute=half, storage=half, frozen=True, state=state)
+    storage = "fp32" if mixed else half
+    if isinstance(strategy, FSDPStrategy):  # gathers in param_dtype: everything then runs in it, norms included
+        with warnings.catch_warnings():  # of what the user was told when the run began
+            warnings.simplefilter("ignore")
+            own: Any = strategy.mixed_precision_config
+        compute, reduce = (dtype_name(dtype) if dtype else None for dtype in (own.param_dtype, own.reduce_dtype))
+        return Declaration(
+            by=by, pins=bound, compute=compute, storage=storage, reduce=reduce, state=AS_STORED, frozen=not mixed
+        )
+    own_sum = isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
     return Declaration(
         by=by,
         pins=bound,
         compute=half,
-        storage="fp32" if mixed else half,
+        storage=storage,
         reduce=AS_STORED if own_sum or isinstance(strategy, SingleDeviceStrategy) else None,
         state=AS_STORED,
         autocast=mixed,
