@@ -23,6 +23,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.engines.diagnosis import Diagnosis, first_bad_rank, named
+from lightning_mp.engines.skip_aware import Override
 from lightning_mp.monitor.health.scale_sources import scale_source
 from lightning_mp.monitor.side_run import loss_of, untouched
 from lightning_mp.numerics import nonfinite
@@ -98,17 +99,15 @@ class Replayer:
     def locate(self, trainer: Trainer, pl_module: LightningModule, at_hand: Origin | None = None) -> Diagnosis:
         """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
 
-        Call it between the backward pass and the next batch. Nothing is left behind: generators, buffers, gradients and
-        attributes of modules are as before, and nothing is logged. Under DeepSpeed only the forward is run again, since
-        backward belongs to its engine; under manual optimization nothing is. Then weights and gradients are what is
-        looked at; ``at_hand`` is what gradients said before they were dropped. Where weights are non-finite already
-        because the bad step was applied, the first module with such a weight is named.
+        Call it between the backward pass and the next batch; under manual optimization outside of ``training_step``.
+        Nothing is left behind: generators, buffers, gradients and attributes of modules are as before, and nothing is
+        logged. ``at_hand`` is what gradients said before they were dropped. Under DeepSpeed only the forward is run
+        again, since backward belongs to its engine. Where weights are non-finite already because the bad step was
+        applied, the first module with such a weight is named.
         """
         distributed = trainer.world_size > 1
         notes = ["under DeepSpeed only the forward is run again"] if _forward_only(trainer) else []
-        if not pl_module.automatic_optimization:
-            notes = ["under manual optimization no batch is run again"]
-        for kept in self._window if pl_module.automatic_optimization else ():
+        for kept in self._window:
             origin, bad_loss = _replayed(trainer, pl_module, kept, notes)
             found = first_bad_rank(origin, bad_loss, distributed=distributed)
             if found.origin is not None or found.bad_loss:
@@ -150,24 +149,31 @@ def _replayed(
         whole = not strategy.zero_stage_3
     losses: list[Tensor] = []
 
+    def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        losses.append(loss.detach())
+        if backward:
+            if not whole:
+                strategy.pre_backward(loss)
+            scaled = loss if kept.scale is None else loss.float() * kept.scale
+            with torch.autocast(strategy.root_device.type, enabled=False):  # manual_backward is in training_step
+                module.backward(scaled, *args, **kwargs)
+        return loss
+
     def run() -> Tensor | None:
         batch = map_tensors(kept.batch, lambda tensor: tensor.to(strategy.root_device))
         inputs = step_inputs(trainer, batch, kept.batch_idx)
-        if whole:  # past the wrapper, which would sum over ranks
-            with trainer.precision_plugin.forward_context():
+        with ExitStack() as stack:
+            if not module.automatic_optimization:
+                _hold_steps(trainer, stack, run_backward)
+            if whole:  # past the wrapper, which would sum over ranks
+                stack.enter_context(trainer.precision_plugin.forward_context())
                 output = module.training_step(*inputs)
-        else:
-            output = strategy.training_step(*inputs)
-        loss: Tensor | None = loss_of(output)
-        if loss is None:
-            return None
-        losses.append(loss.detach())
-        if backward:
-            part = loss / kept.parts
-            if not whole:
-                strategy.pre_backward(part)
-            module.backward(part if kept.scale is None else part.float() * kept.scale)
-        return losses[0]
+            else:
+                output = strategy.training_step(*inputs)
+        loss: Tensor | None = loss_of(output) if module.automatic_optimization else None
+        if loss is not None:
+            run_backward(loss / kept.parts)
+        return torch.stack([loss.float().sum() for loss in losses]) if losses else None
 
     try:
         with _aside(trainer, module, kept), torch.set_grad_enabled(backward):
@@ -176,6 +182,26 @@ def _replayed(
         notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
         return None, False
     return origin, not all(bool(torch.isfinite(loss).all()) for loss in losses)
+
+
+def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
+    """Under manual optimization: backward is ours, and neither an optimizer nor a scheduler moves."""
+
+    def closed(_own: Any, *args: Any, **kwargs: Any) -> Any:
+        closure = kwargs.get("closure", args[-1] if args else None)
+        return None if closure is None else closure()
+
+    def ours(_own: Any, loss: Tensor, _optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return backward(loss, *args, **kwargs)
+
+    held = [
+        Override(trainer.strategy, "backward", ours),
+        Override(trainer.strategy, "optimizer_step", lambda _own, _optimizer, closure, *_, **__: closure()),
+        *(Override(optimizer, "step", closed) for optimizer in trainer.optimizers),
+        *(Override(config.scheduler, "step", lambda *_, **__: None) for config in trainer.lr_scheduler_configs),
+    ]
+    for one in held:
+        stack.callback(one.remove)
 
 
 @contextmanager
@@ -187,7 +213,10 @@ def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Genera
         stack.enter_context(unsummed_gradients(module))
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-        done = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+        loop = trainer.fit_loop.epoch_loop
+        done = loop.manual_optimization.optim_step_progress.total
+        if module.automatic_optimization:
+            done = loop.automatic_optimization.optim_progress.optimizer.step.total
         stack.callback(setattr, done, "completed", done.completed)
         done.completed -= trainer.global_step - kept.step
         vars(module).update(kept.numbers, **dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
