@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_mp.compat.torch import new_hooks_first, patched
+from lightning_mp.compat import patched
+from lightning_mp.compat.torch import new_hooks_first
 
 
 def restore_linear() -> None:

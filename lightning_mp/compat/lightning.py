@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from lightning_mp.compat.torch import patched
+from lightning_mp.compat import patched
 from lightning_mp.errors import PlanError
 
 if TYPE_CHECKING:

@@ -26,19 +26,6 @@ def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:
     return cast("Any", Tensor)._make_wrapper_subclass(cls, tensor.shape, tensor.stride(), **options)
 
 
-@contextmanager
-def patched(owner: Any, **values: Any) -> Generator[None, None, None]:
-    """Within, attributes of ``owner`` have other values; those before come back, also after a failure."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 # ------------------------------------------------------------------ gradients and the scale
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_mp.compat.torch import patched
+from lightning_mp.compat import patched
 
 #: operators: a read by the host; a cast; the check of gradients for infinities; the loss scale's rule; indexing
 READ = torch.ops.aten._local_scalar_dense.default

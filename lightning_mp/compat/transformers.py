@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mp.compat.torch import patched
+from lightning_mp.compat import patched
 
 #: set on a tensor that was initialised or loaded
 IS_INITIALIZED = "_is_hf_initialized"

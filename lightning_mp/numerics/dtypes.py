@@ -1,4 +1,4 @@
-"""The short dtype names as torch dtypes, tensors in nested data, and casts of such data and of modules.
+"""The short dtype names as torch dtypes, tensors in nested data, casts of data and modules, and the device with its TF32.
 
 Nested data are tuples, named tuples, lists, mappings (transformers' ``ModelOutput`` too) and dataclasses. Anything
 else, such as a key-value cache, is not looked into.
@@ -200,15 +200,8 @@ def set_tf32(setting: str) -> Restore:
     ``"highest"`` is IEEE fp32 for both; the others allow TF32 for both. ``torch.get_float32_matmul_precision()`` is
     always readable meanwhile: it raises where only the newer per-backend switch was set, which this never does.
     """
-    # the per-operation switches of torch 2.9 and newer, which the two older calls move along with themselves
-    owners: dict[str, Any] = {
-        "cuda.matmul": torch.backends.cuda.matmul,
-        "mkldnn.matmul": getattr(torch.backends.mkldnn, "matmul", None),
-        "cudnn.conv": getattr(torch.backends.cudnn, "conv", None),
-        "cudnn.rnn": getattr(torch.backends.cudnn, "rnn", None),
-    }
-    switches = {name: owner for name, owner in owners.items() if hasattr(owner, "fp32_precision")}
-    before = {name: switch.fp32_precision for name, switch in switches.items()}
+    switches = _switches()
+    before = _own_values(switches)
     matmul, cudnn = _matmul_precision(), None
     with contextlib.suppress(RuntimeError):  # where the newer switches disagree it cannot be read
         cudnn = torch.backends.cudnn.allow_tf32
@@ -226,6 +219,44 @@ def set_tf32(setting: str) -> Restore:
         if name in switches:  # "not allowed" by the older call only means that a wider switch decides
             switches[name].fp32_precision = "ieee" if setting == "highest" else "tf32"
     return restore
+
+
+def _switches() -> dict[str, Any]:
+    """The per-operation switches of torch 2.9 and newer, which the two older calls move along with themselves."""
+    switches: dict[str, Any] = {
+        "cuda.matmul": torch.backends.cuda.matmul,
+        "mkldnn.matmul": getattr(torch.backends.mkldnn, "matmul", None),
+        "cudnn.conv": getattr(torch.backends.cudnn, "conv", None),
+        "cudnn.rnn": getattr(torch.backends.cudnn, "rnn", None),
+    }
+    return {name: switch for name, switch in switches.items() if hasattr(switch, "fp32_precision")}
+
+
+def _own_values(switches: dict[str, Any]) -> dict[str, str]:
+    """What each switch was set to itself: ``"none"`` where it follows a wider one.
+
+    A switch only tells what is in force. To tell its own value from an inherited one, the wider switches (all
+    backends, then all of CUDA) are moved for a moment.
+    """
+    if not switches:
+        return {}
+    everything: Any = torch.backends
+    cuda: Any = torch.backends.cudnn
+    follow_everything = _followers(everything, {**switches, "cuda": cuda}, everything.fp32_precision)
+    cuda_own = "none" if "cuda" in follow_everything else cuda.fp32_precision
+    follow = follow_everything | _followers(cuda, switches, cuda_own)
+    return {name: "none" if name in follow else switch.fp32_precision for name, switch in switches.items()}
+
+
+def _followers(wider: Any, switches: dict[str, Any], own: str) -> set[str]:
+    seen: list[dict[str, str]] = []
+    try:
+        for value in ("ieee", "tf32"):
+            wider.fp32_precision = value
+            seen.append({name: switch.fp32_precision for name, switch in switches.items()})
+    finally:
+        wider.fp32_precision = own
+    return {name for name in switches if seen[0][name] != seen[1][name]}
 
 
 def _matmul_precision() -> str:

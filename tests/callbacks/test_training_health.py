@@ -137,7 +137,7 @@ def test_by_hand_with_several_optimizers(host: str, mode: str, optimizer: str, t
 def test_tokens_samples_and_flops_over_the_same_time(tmp_path: Path) -> None:
     mine = TrainingHealth(tmp_path / "run", peak_flops=1e9, report=False)
     fit(Language(gpt2()), data=tokens(), callbacks=[mine])
-    flops = 4_055_040 / (2 * LENGTH)  # a token, as tests/numerics/test_flops.py has it
+    flops = 4_055_040 / (2 * LENGTH)  # a token
     for row in mine.rows:
         assert row[metric_names.TOKENS_PER_S] == pytest.approx(LENGTH * row[metric_names.SAMPLES_PER_S])
         assert row[metric_names.MFU] == pytest.approx(flops * row[metric_names.TOKENS_PER_S] / 1e9)

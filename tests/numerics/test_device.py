@@ -154,6 +154,24 @@ def test_the_table_holds_a_state_in_which_torch_cannot_say_its_precision() -> No
         torch.get_float32_matmul_precision()
 
 
+@needs_switches
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("later", ["ieee", "tf32", "none"])
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+def test_a_switch_that_followed_the_one_above_it_follows_it_again(
+    before: Callable[[], object], later: str, setting: str
+) -> None:
+    """Not visible in any reading at once: ``torch.backends.fp32_precision`` decides for what was never set itself."""
+    before()
+    switch("generic", later)
+    expected = readings()
+    reset()
+    before()
+    set_tf32(setting)()
+    switch("generic", later)
+    assert readings() == expected
+
+
 @pytest.mark.parametrize("inner", SETTINGS)
 @pytest.mark.parametrize("outer", SETTINGS)
 def test_settings_nest(outer: str, inner: str) -> None:
