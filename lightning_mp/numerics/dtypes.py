@@ -1,4 +1,4 @@
-"""The short dtype names as torch dtypes, tensors in nested data, casts of data and modules, and the device with its TF32.
+"""Dtypes by their short names, tensors in nested data, casts of data and of modules, and the device with its TF32.
 
 Nested data are tuples, named tuples, lists, mappings (transformers' ``ModelOutput`` too) and dataclasses. Anything
 else, such as a key-value cache, is not looked into.
