@@ -69,9 +69,9 @@ def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:
 
 
 def _counted(names: list[str]) -> str:
-    """``12 modules, model.layers.*.norm``: how many, and what their names have in common."""
+    """``2 modules, net.1, net.4``, of many ``12 modules, model.layers.*.norm``: what the names have in common."""
     # a number in a name is a layer's index
-    forms = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
+    forms = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) if len(names) > 3 else name for name in names))
     shown = ", ".join(forms[:3]) + (f" and {len(forms) - 3} more" if len(forms) > 3 else "")
     return f"{counted(len(names), 'module')}, {shown}" if names else "no module"
 

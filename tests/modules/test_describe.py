@@ -32,7 +32,7 @@ PLAN = MixedPrecisionPlan(
 
 def test_every_rule_says_what_it_covers() -> None:
     table = dict(line.split(maxsplit=1) for line in PLAN.describe(model()).splitlines() if not line.startswith(" "))
-    assert table["checkpointing"] == "Checkpointing(modules='Block', every=2): 2 modules, blocks.*"
+    assert table["checkpointing"] == "Checkpointing(modules='Block', every=2): 2 modules, blocks.0, blocks.2"
     assert "pin            '*norm*' fp32: 4 modules, blocks.*.norm, norm" in PLAN.describe(model())
     assert "pin            'nothing' bf16: no module" in PLAN.describe(model())
 
