@@ -226,6 +226,11 @@ def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
     return getattr(strategy, "_ddp_comm_hook", None), getattr(strategy, "_ddp_comm_wrapper", None)
 
 
+def validates(trainer: Trainer) -> bool:
+    """Whether the fit at hand has data to validate on."""
+    return cast("Any", trainer.fit_loop.epoch_loop.val_loop)._data_source.is_defined()
+
+
 def layer_sync_of(strategy: Any) -> Any:
     """What ``sync_batchnorm=True``, or a plugin, put there to synchronize layers over ranks; ``None`` where nothing."""
     return getattr(strategy, "given_layer_sync", None) or getattr(strategy, "_layer_sync", None)

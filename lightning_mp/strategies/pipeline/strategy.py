@@ -31,6 +31,8 @@ from lightning_mp.compat.lightning import (
     optimizers_to_device,
     rank_zero_info,
     set_mesh,
+    trainer_of,
+    validates,
 )
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import PipelineEngine
@@ -176,7 +178,11 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     def connect(self, model: LightningModule) -> None:
         """As the host does; a module without ``training_step`` is trained all the same."""
         super().connect(model)
-        vars(model).update({name: _never for name in _STEPS if not is_overridden(name, model)})
+        trainer = trainer_of(model)
+        without_data = trainer is not None and trainer.state.fn == TrainerFn.FITTING and not validates(trainer)
+        left_out = "validation_step" if without_data else ""  # Lightning warns of one that has no data
+        missing = (name for name in _STEPS if name != left_out and not is_overridden(name, model))
+        vars(model).update(dict.fromkeys(missing, _never))
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Cut | None:
         """Decide which parameter goes where; notes what cannot be, changes nothing."""
