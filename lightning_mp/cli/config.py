@@ -240,8 +240,10 @@ def _argument(override: Override) -> list[str]:
     section, _, name = key.partition(".")
     if section not in SECTIONS or not text.startswith(key) or override.is_sweep_override():
         return [text]  # with +, ++ or ~ of its own, or what Hydra refuses
-    if name:
-        return [text if "." in name and section in ("model", "data") and not isinstance(value, dict) else f"++{text}"]
+    if "." in name and section in ("model", "data") and not isinstance(value, dict):
+        return [text]
+    if name:  # a list cannot be merged into a mapping
+        return [*([f"++{key}=null"] if isinstance(value, list) else []), f"++{text}"]
     word = precision_word(value) if key == "plan" and value not in PRESETS else None
     if word is not None:
         return ["~plan", f"++plan.precision={word}"]

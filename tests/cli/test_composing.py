@@ -37,6 +37,7 @@ CONFIGS = Path(lightning_mp.configs.__file__).parent
 GROUPS = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n"
 EXPERIMENT = "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n"
 SCALED = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 8}")
+LIST = "plan.pins=[{pattern:'ln_*',dtype:fp32}]"
 TARGET = "lightning_mp.MixedPrecisionPlan"
 #: a file (or none), arguments, and what then stands at some keys; None is nothing
 COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
