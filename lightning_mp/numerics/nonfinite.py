@@ -46,7 +46,7 @@ class Origin:
         """What is likely to have happened there."""
         if self.input_bad:
             between = "" if self.after is None else f", or an operation between module {self.after!r} and that one"
-            return f"the batch{between}: the input of that module was non-finite already"
+            return f"the batch{between}, as the input of that module was non-finite already"
         return _CAUSES[self.phase]
 
     def __str__(self) -> str:

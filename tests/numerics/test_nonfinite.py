@@ -65,7 +65,7 @@ def test_a_bad_batch_is_told_from_a_bad_module(first: nn.Module, bad: float) -> 
     set_(x, bad)
     found = locate(root, step(root, x))
     assert (found.module, found.phase, found.input_bad) == ("0", "forward", True)
-    assert "the batch: the input of that module was non-finite already" in str(found)
+    assert "the batch, as the input of that module was non-finite already" in str(found)
 
 
 def test_an_operation_between_modules_is_told_from_the_batch() -> None:

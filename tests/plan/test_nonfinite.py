@@ -32,7 +32,7 @@ def sick(how: str, since: int = 2) -> Breaks:
 ORIGINS = {
     "weight": ("net.1", "net.1.weight", "non-finite already before it was scaled"),
     "gradient": ("net.2", None, "the loss was finite"),
-    "batch": ("net.0", "net.0.weight", "the batch: the input of that module"),
+    "batch": ("net.0", "net.0.weight", "the batch, as the input of that module"),
     "loss": ("net.4", None, "the loss, from finite outputs"),
 }
 
