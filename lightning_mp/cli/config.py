@@ -238,10 +238,9 @@ def _argument(override: Override) -> list[str]:
 
     key, value, text = override.key_or_group, override.value(), str(override.input_line)
     section, _, name = key.partition(".")
-    if section not in SECTIONS or not text.startswith(key) or override.is_sweep_override():
+    deep = "." in name and section in ("model", "data") and not isinstance(value, dict)
+    if section not in SECTIONS or not text.startswith(key) or override.is_sweep_override() or deep:
         return [text]  # with +, ++ or ~ of its own, or what Hydra refuses
-    if "." in name and section in ("model", "data") and not isinstance(value, dict):
-        return [text]
     if name:  # a list cannot be merged into a mapping
         return [*([f"++{key}=null"] if isinstance(value, list) else []), f"++{text}"]
     word = precision_word(value) if key == "plan" and value not in PRESETS else None
