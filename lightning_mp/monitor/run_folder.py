@@ -53,6 +53,8 @@ class RunFolder:
         self.path = path
         #: whether run.json says already that the run failed
         self.failed = False
+        #: whether a run that resumes finds the validation of the step at which it resumes
+        self.resumed_validated = False
         self._owner, self._lock = owner, lock
         self._writers: set[str] = set()
         self._warned = False
@@ -177,6 +179,8 @@ class RunFolder:
             path = self.path / name
             if path.is_file():
                 kept = [line for line in path.read_bytes().splitlines() if _stays(line, step, name)]
+                if name == METRICS:
+                    self.resumed_validated = bool(kept) and json.loads(kept[-1])[metric_names.STEP] == step
                 self._replace(name, "".join(f"{line.decode()}\n" for line in kept))
 
 

@@ -215,6 +215,8 @@ class RunLog:
         self.events: deque[Event] = deque(maxlen=IN_MEMORY)
         self.fp8_rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
         self._fp8_readings = 0
+        #: the step whose validation was written last
+        self._validated: int | None = None
 
     def open(self, trainer: Trainer, run_dir: RunDir, findings: Iterable[Finding] | None) -> None:
         """Begin, or continue, with what the doctor found; every rank has to call it.
@@ -233,14 +235,19 @@ class RunLog:
         for rows in (self.rows, self.fp8_rows):  # a run that resumes makes later steps again
             while rows and (fresh or not (rows[-1][metric_names.STEP] < now or _validates(rows[-1], now))):
                 rows.pop()
+        found = bool(self.rows) and _validates(self.rows[-1], now)
+        found = found or (self._folder is not None and self._folder.resumed_validated)
+        self._validated = now if found and not fresh else None
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write a reading.
 
         A second validation of a step, in the middle of an accumulation window, is of the same weights: left out.
         """
-        if is_validation(values) and self.rows and _validates(self.rows[-1], step):
-            return
+        if is_validation(values):
+            if step == self._validated:
+                return
+            self._validated = step
         self.rows.append({metric_names.STEP: step, **values})
         if self._folder is not None:
             self._folder.metrics(step, values)
