@@ -185,10 +185,9 @@ class TrainingHealth(WritesRun):
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
-        run = _Run(trainer, pl_module, self)
+        self._run = _Run(trainer, pl_module, self)  # what it has installed is removed where the folder is refused
         self._log.open(trainer, self.run_dir, self._findings)
-        run.throughput.start(trainer)
-        self._run = run
+        self._run.throughput.start(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not time the start of the data loader."""
