@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from statistics import median
 from typing import Any, ClassVar, NamedTuple, cast
 
-from lightning_mp.errors import Faults, is_number, is_whole, pinning
+from lightning_mp.errors import Faults, is_number, pinning
 from lightning_mp.monitor.events import KINDS, Event, Kind, Severity
 
 #: the kinds that rules report; non-finite values are detected by the callbacks
@@ -116,16 +116,11 @@ class AlertSettings:
                 faults.unknown("kind", kind, RULE_KINDS)
             for item in fields(self)[1:]:
                 value, default = getattr(self, item.name), cast("float", item.default)
-                least = SMALLEST_WINDOW if item.name.endswith("window") else 0
-                if (
-                    not is_number(value)
-                    or value <= 0
-                    or value < least
-                    or (isinstance(default, int) and not is_whole(value))
-                ):
-                    whole = "whole " * isinstance(default, int)
-                    fix = f"give a {whole}number > 0, at least {least}; the default is {default:g}"
-                    faults.add(f"{item.name}={value!r}", fix)
+                least = SMALLEST_WINDOW if item.name.endswith("window") else 1
+                if isinstance(default, int):
+                    faults.whole(item.name, value, least, f"the default is {default}")
+                elif not is_number(value) or value <= 0:
+                    faults.add(f"{item.name}={value!r}", "a number > 0", f"the default is {default:g}")
 
     @classmethod
     def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
@@ -139,7 +134,7 @@ class AlertSettings:
         if not isinstance(given, Mapping):
             return cls(kinds=()) if given is False else cls()
         with Faults("AlertSettings") as faults:
-            for key in given.keys() - cls.__dataclass_fields__:
+            for key in (key for key in given if key not in cls.__dataclass_fields__):
                 faults.unknown("field", key, cls.__dataclass_fields__)
         return cls(**given)
 

@@ -53,8 +53,10 @@ def noise(count: int, level: float = 1.0, spread: float = 0.2, seed: int = 0) ->
     [
         ({"spike_ration": 20}, "Did you mean 'spike_ratio'"),
         ({"kinds": ["loss_plateu"]}, "Did you mean 'loss_plateau'"),
-        ({"plateau_window": 200.5}, "a whole number > 0"),
-        ({"divergence_window": 1}, "at least 8"),
+        ({"plateau_window": 200.5}, "a whole number >= 8"),
+        ({"divergence_window": 1}, "a whole number >= 8"),
+        ({"streak_skips": 0}, "a whole number >= 1"),
+        ({"memory_gib": 0}, "a number > 0"),
         ({"spike_ratio": float("nan")}, "default is 10"),
     ],
 )
