@@ -192,10 +192,11 @@ class Runs:
         Raises:
             Exception: whatever the run raises; a ``PlanError`` where the plan refuses it.
         """
+        data = self._data(seed)  # made before memory is looked at
 
         def fit() -> None:
             with suppress(NonFiniteError):  # the run that is timed will say so
-                self._fit(policy, seed, min(TRIAL_STEPS, self.steps))
+                self._fit(policy, seed, min(TRIAL_STEPS, self.steps), data)
 
         if self.trainer_args.get("accelerator", "auto") != "cpu" and torch.cuda.is_available():
             return fit()
@@ -214,7 +215,7 @@ class Runs:
         cuda = self.device.type == "cuda"
         try:
             with PeakMemory("cuda") if cuda else nullcontext() as peak:
-                trainer, plan, watch = self._fit(policy, seed, self.steps)
+                trainer, plan, watch = self._fit(policy, seed, self.steps, self._data(seed))
         except NonFiniteError:
             return RunResult(seed, final_loss=math.nan)
         losses = watch.read(trainer)
@@ -239,9 +240,13 @@ class Runs:
             error=None if tail else "no step with a loss",
         )
 
-    def _fit(self, policy: PrecisionPolicy, seed: int, steps: int) -> tuple[Trainer, _Noting, _Watch]:
+    def _data(self, seed: int) -> dict[str, Any]:
         seed_everything(seed, workers=True, verbose=False)
-        data = fit_arguments(self.data)
+        return fit_arguments(self.data)
+
+    def _fit(
+        self, policy: PrecisionPolicy, seed: int, steps: int, data: Mapping[str, Any]
+    ) -> tuple[Trainer, _Noting, _Watch]:
         seed_everything(seed, workers=True, verbose=False)
         module = copy.deepcopy(self.module) if isinstance(self.module, LightningModule) else self.module()
         self.module_name = type(module).__name__

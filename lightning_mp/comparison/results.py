@@ -350,7 +350,8 @@ def render(comparison: Comparison) -> str:
         means = [mean if math.isfinite(mean) else None for mean in map(statistics.fmean, losses)]
         runs.append(Run(Path(plan.name), plan.name, {metric_names.LOSS: Series(list(range(1, len(means) + 1)), means)}))
     seeds = f"mean of {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
-    drawn = [draw(Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"}), runs)]
+    panel = Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"})
+    drawn = [draw(panel, runs)] if any(run.finite(metric_names.LOSS) for run in runs) else []
     return document(
         Path(__file__).with_name("compare.html.j2"),
         title=f"{len(plans)} plans compared",

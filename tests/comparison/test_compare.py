@@ -129,6 +129,14 @@ def test_what_a_process_makes_once_is_not_the_first_plans_memory() -> None:
     assert first.peak_bytes == second.peak_bytes
 
 
+def test_data_that_a_function_makes_are_in_no_plans_memory() -> None:
+    def large() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(2**15, WIDTH), torch.ones(2**15, WIDTH)), batch_size=BATCH)
+
+    found = compared("32-true,bf16-mixed", loader=large, seeds=2, steps=2)
+    assert all(plan.peak_bytes.mean < 2**20 < 2**15 * WIDTH * 4 for plan in found.plans)
+
+
 def test_what_is_measured() -> None:
     found = compared("32-true,bf16-true", steps=20, seeds=1)
     assert (found.verdict, found.interval) == ("undecided", None)
@@ -191,6 +199,12 @@ def test_a_plan_that_fails_in_a_seed_is_said_and_the_rest_stands(tmp_path: Path)
     assert [run.error for run in found.plans[0].runs] == [None] * 3
     assert "bf16-mixed, seed 1, failed: RuntimeError: not in this seed" in str(found)
     assert "not in this seed" in (tmp_path / "compare.html").read_text()
+
+
+def test_a_comparison_in_which_every_loss_diverges_is_written(tmp_path: Path) -> None:
+    found = compared("bf16-mixed,bf16-mixed", lambda: Net("nan"), seeds=1, steps=2, out=tmp_path)
+    assert found.verdict == "undecided"
+    assert "0 paired seeds" in (tmp_path / "compare.html").read_text()
 
 
 def test_what_fails_under_every_plan_keeps_its_traceback() -> None:
