@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from codecs import getincrementaldecoder
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -131,8 +132,10 @@ def _read(folder: Path, paths: Iterable[Path]) -> tuple[str, ...]:
         if hidden or left < 4 or not path.is_file():
             continue
         with suppress(OSError, UnicodeDecodeError):
-            data = path.read_bytes()
-            text = data[:left].decode(errors="ignore" if len(data) > left else "strict")
+            with path.open("rb") as file:
+                data = file.read(left + 1)
+            # where the file goes on, its last character may be cut
+            text = getincrementaldecoder("utf-8")().decode(data[:left], final=len(data) <= left)
             if "\0" not in text and text and not text.isspace():
                 documents.append(text)
                 left -= len(text.encode())

@@ -40,6 +40,10 @@ def test_a_text_is_cut_between_characters_and_all_files_count_together(tmp_path:
     # 4 million is no multiple of three, so the cut falls inside a character
     (large,) = documents(_write(tmp_path, {"large.txt": "€" * (MAX_BYTES // 3 + 10)}) / "large.txt")
     assert MAX_BYTES - 4 < len(large.encode()) <= MAX_BYTES
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("\xe9t\xe9 ".encode("latin-1") * (MAX_BYTES // 3))
+    with pytest.raises(PlanError, match="has no UTF-8 text"):  # of whatever length
+        TextWindows(str(latin))
     half = "x" * (MAX_BYTES // 2 + 1)
     found = documents(_write(tmp_path / "more", {"a": half, "b": half, "c": half}))
     assert [len(document) for document in found] == [MAX_BYTES // 2 + 1, MAX_BYTES // 2 - 1]
