@@ -130,9 +130,11 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
         with warnings.catch_warnings():  # of what the user was told when the run began
             warnings.simplefilter("ignore")
             own: Any = strategy.mixed_precision_config
-        compute, reduce = (dtype_name(dtype) if dtype else None for dtype in (own.param_dtype, own.reduce_dtype))
+        dtypes = (getattr(own, name, None) for name in ("param_dtype", "reduce_dtype"))
+        compute, reduce = (dtype_name(dtype) if dtype else None for dtype in dtypes)
+        half = compute or half
         return Declaration(
-            by=by, pins=bound, compute=compute, storage=storage, reduce=reduce, state=AS_STORED, frozen=not mixed
+            by=by, pins=bound, compute=half, storage=storage, reduce=reduce, state=AS_STORED, frozen=not mixed
         )
     own_sum = isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
     return Declaration(

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import MixedPrecision as MixedPrecisionOfFSDP
 
 from lightning_mp import PrecisionPolicy
 from lightning_mp.monitor.audit.judge import AS_STORED, by_policy, by_stock
@@ -94,6 +95,13 @@ def test_stock_fsdp_gathers_and_sums_in_what_it_says(precision: Any, wanted: tup
     found = by_stock(plugin, FSDPStrategy(precision_plugin=plugin), _modules(_net()))
     assert (found.storage, found.compute, found.reduce) == wanted
     assert not found.autocast  # norms are gathered in half precision too
+
+
+def test_stock_fsdp_with_a_reduce_dtype_alone_computes_in_the_plugins() -> None:
+    plugin = FSDPPrecision("bf16-true")
+    strategy = FSDPStrategy(precision_plugin=plugin, mixed_precision=MixedPrecisionOfFSDP(reduce_dtype=torch.float32))
+    found = by_stock(plugin, strategy, _modules(_net()))
+    assert (found.storage, found.compute, found.reduce) == ("bf16", "bf16", "fp32")
 
 
 @pytest.mark.parametrize(
