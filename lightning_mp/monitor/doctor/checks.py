@@ -191,7 +191,8 @@ def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
     if outputs:
         to = -(-outputs[-1] // multiple) * multiple
         what += f"; among them the vocabulary, {outputs[-1]}"
-        fix = f"pad the vocabulary to {to}: model.resize_token_embeddings({to}), or vocab_size={to}; {fix}"
+        others = f"; {fix.replace('sizes', 'other sizes')}" if len(odd) > 1 else ""
+        fix = f"pad the vocabulary to {to}: model.resize_token_embeddings({to}), or vocab_size={to}{others}"
     why = f"tensor cores multiply {compute} in tiles of 16 bytes; other sizes are padded or use slower kernels"
     yield Finding("dims_not_aligned", "info", what, why, fix, next(iter(odd)))
 
