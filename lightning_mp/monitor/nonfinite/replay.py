@@ -37,7 +37,8 @@ class KeptBatch:
     """A batch as ``training_step`` got it, with everything else that decides its result.
 
     ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``parts`` are the
-    micro-batches that its loss is divided by; ``numbers`` are the LightningModule's own (counters).
+    micro-batches that its loss is divided by; ``numbers`` are the LightningModule's own (counters); ``moved`` holds the
+    ``id`` of each tensor that waits in host memory.
     """
 
     batch: Any
@@ -47,6 +48,24 @@ class KeptBatch:
     rng: RngState
     scale: Tensor | None
     numbers: dict[str, Any]
+    moved: frozenset[int] = frozenset()
+
+    def on_host(self) -> KeptBatch:
+        """The same in host memory; what was there already, as the lengths of packed sequences, stays as it is."""
+        copies: list[Tensor] = []
+
+        def copied(tensor: Tensor) -> Tensor:
+            if tensor.device.type == "cpu":
+                return tensor
+            copies.append(tensor.detach().to("cpu", non_blocking=tensor.is_cuda))  # pinned: it does not wait
+            return copies[-1]
+
+        batch = map_tensors(self.batch, copied)
+        return replace(self, batch=batch, moved=frozenset(map(id, copies)))
+
+    def on(self, device: torch.device) -> Any:
+        """The batch, with every tensor where ``training_step`` got it."""
+        return map_tensors(self.batch, lambda tensor: tensor.to(device) if id(tensor) in self.moved else tensor)
 
 
 class Replayer:
@@ -71,10 +90,8 @@ class Replayer:
             return  # a batch cannot be drawn twice
         device, source = trainer.strategy.root_device, scale_source(trainer)
         scale = None if source is None else source.scale()
-        if self._window:  # pinned, so that the copy from a CUDA device does not wait for it
-            before = self._window[-1]
-            there = map_tensors(before.batch, lambda one: one.detach().to("cpu", non_blocking=one.is_cuda))
-            self._window[-1] = replace(before, batch=there)
+        if self._window:
+            self._window[-1] = self._window[-1].on_host()
         self._window.append(
             KeptBatch(
                 apply_to_collection(batch, Tensor, lambda tensor: tensor),
@@ -160,8 +177,7 @@ def _replayed(
         return loss
 
     def run() -> Tensor | None:
-        batch = map_tensors(kept.batch, lambda tensor: tensor.to(strategy.root_device))
-        inputs = step_inputs(trainer, batch, kept.batch_idx)
+        inputs = step_inputs(trainer, kept.on(strategy.root_device), kept.batch_idx)
         with ExitStack() as stack:
             if not module.automatic_optimization:
                 _hold_steps(trainer, stack, run_backward)
