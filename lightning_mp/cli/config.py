@@ -341,7 +341,11 @@ def _resolved(
             _check_target(given, path, faults)
         if len(faults.found) == before:
             found[name] = value
-    _check_trainer(found.get("trainer") or {}, bool(config.get("plan")), faults)
+    trainer, planned = found.get("trainer") or {}, bool(config.get("plan"))
+    if isinstance(trainer, dict):
+        _check_trainer(cast("dict[str, Any]", trainer), planned, faults)
+    else:
+        faults.add(f"trainer={trainer!r} is no mapping", "write its arguments below it, as in max_steps: 100")
     return found
 
 
@@ -359,7 +363,7 @@ def _check_trainer(given: Mapping[str, Any], planned: bool, faults: Faults) -> N
 def is_ours(strategy: Any) -> bool:
     """Whether a strategy section is one of make_strategy's, by name or by its keywords."""
     target = cast("Mapping[str, Any]", strategy).get("_target_") if isinstance(strategy, Mapping) else None
-    return target is None or str(target).endswith("make_strategy")
+    return target is None or str(target).rpartition(".")[2] == "make_strategy"
 
 
 def _targets(value: Any, path: str) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -140,7 +140,8 @@ def running(folder: Path, faults: Faults) -> Generator[None]:
 
 def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
     """The plan of a plan section: a precision, the plan's fields, or a call, which is made where there is no fault."""
-    if isinstance(given, Mapping) and not str(given.get("_target_", "Plan")).endswith(("Plan", "PrecisionPolicy")):
+    target = given.get("_target_") if isinstance(given, Mapping) else None
+    if target is not None and str(target).rpartition(".")[2] not in ("MixedPrecisionPlan", "PrecisionPolicy"):
         return None if faults.found else instantiated(given, "plan", faults, MixedPrecisionPlan)
     try:
         return MixedPrecisionPlan.from_config({"precision": given} if isinstance(given, (str, int)) else given)
@@ -173,7 +174,8 @@ def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
     A folder that the config names is kept.
     """
     homes, found = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}, list[Callback]()
-    for name, entry in given.items() if isinstance(given, dict) else enumerate(given or ()):
+    listed = given if isinstance(given, (dict, list)) else [] if given is None else [given]
+    for name, entry in listed.items() if isinstance(listed, dict) else enumerate(listed):
         if entry is None:
             continue
         if not isinstance(entry, Mapping) or "_target_" not in entry:

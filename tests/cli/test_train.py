@@ -109,11 +109,19 @@ def test_a_run_ends_with_what_happened_in_words(tmp_path: Path) -> None:
     assert run(write(tmp_path, PLAIN), "run_dir=one", "trainer.max_steps=1")[-1].startswith("one: 1 step; report: ")
 
 
-@pytest.mark.parametrize("plan", ["bf16-true", "{_target_: lightning_mp.MixedPrecisionPlan.preset, name: bf16_true}"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "bf16-true",
+        "{_target_: lightning_mp.MixedPrecisionPlan.preset, name: bf16_true}",
+        "{_target_: support.training.TruePlan}",
+    ],
+)
 def test_a_plan_may_be_a_precision_or_a_call(plan: str, tmp_path: Path) -> None:
     run(write(tmp_path, PLAIN.replace("plan:\n  precision: bf16-mixed", f"plan: {plan}")), "run_dir=out")
     kept = torch.load(Path("out") / "checkpoints" / "last.ckpt", weights_only=True)
-    assert kept["MixedPrecisionPlan"]["policy"]["precision"] == "bf16-true"
+    name = "TruePlan" if "TruePlan" in plan else "MixedPrecisionPlan"
+    assert kept[name]["policy"]["precision"] == "bf16-true"
 
 
 def test_what_the_process_had_is_put_back(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_mp import MixedPrecisionPlan
 from lightning_mp.cli.train import run as train
 from lightning_mp.errors import Fault, PlanError
 
@@ -59,6 +60,13 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), self.lr)
+
+
+class TruePlan(MixedPrecisionPlan):
+    """A plan of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
 
 
 class Wide(Net):
