@@ -185,7 +185,7 @@ def lay_out(runs: Sequence[Run]) -> list[Panel]:
             panels.append(replace(panel, lines=dict(lines)))
             continue
         for name, label in own.items():
-            title = panel.title if name == first else f"{panel.title}, {label}"
+            title = f"{panel.title}, {label}" if len(own) > 1 else panel.title
             panels.append(replace(panel, lines={name: label}, title=title))
     return [panel for panel in panels if panel.lines]
 
@@ -216,22 +216,25 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         drawn = thin(Series(series.steps, placed))
         look = {"run": place, "colour": f"run-{style}", "dash": dash(style), "name": str(escape(name))}
         lines.append({**look, "x": drawn.steps, "y": drawn.values})
-    last = found[0][3].values[-1]
-    words = "reading not finite" if last is None else power_of_two(last) if panel.scale == "log2" else number(last)
     return {
         "key": panel.title,
         "title": panel.title,
         "unit": panel.unit,
         "scale": panel.scale,
         "traits": panel.traits.split(),
-        "latest": ""
-        if many
-        else f"last {last:.1%}"
-        if panel.scale == "share" and last is not None
-        else f"last {words}",
+        "latest": "" if many else _latest(panel, found[0][3].values[-1]),
         "lines": lines,
         "marks": [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)],
     }
+
+
+def _latest(panel: Panel, value: float | None) -> str:
+    """The last reading of a chart's first line."""
+    if value is None:
+        return "last reading not finite"
+    if panel.scale == "share":
+        return f"last {value:.1%}"
+    return f"last {power_of_two(value) if panel.scale == 'log2' else number(value)}"
 
 
 def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:

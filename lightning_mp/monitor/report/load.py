@@ -110,7 +110,7 @@ def _document(run: Run, name: str) -> Any:
 
 
 def _add_operands(run: Run) -> None:
-    """Add the FP8 operands that lost most to the series that are drawn."""
+    """Add the FP8 operands that lost most, or whose scale moved most, to the series that are drawn."""
     found: dict[tuple[str, str], dict[str, Series]] = {}
     for row in _lines(run, FP8):
         for layer, operands in row["layers"].items():
@@ -118,7 +118,11 @@ def _add_operands(run: Run) -> None:
                 for name, value in numbers.items():
                     found.setdefault((layer, operand), {}).setdefault(name, Series()).add(row[STEP], value)
 
-    ordered = sorted(found.items(), key=lambda item: max(item[1]["flushed"].finite, default=0.0), reverse=True)
+    def worth(series: dict[str, Series]) -> tuple[float, float]:
+        scales = [scale for scale in series["scale"].finite if scale > 0]
+        return max(series["flushed"].finite, default=0.0), max(scales) / min(scales) if scales else 0.0
+
+    ordered = sorted(found.items(), key=lambda item: worth(item[1]), reverse=True)
     for (layer, operand), series in ordered[:_OPERANDS_DRAWN]:
         for name, family in (("flushed", FP8_FLUSHED), ("amax", FP8_AMAX), ("scale", FP8_SCALE)):
             run.series[f"{family}/{layer} {operand}"] = series[name]

@@ -155,7 +155,8 @@ def test_compared_runs_have_a_line_each_with_a_colour_and_a_dash(tmp_path: Path)
         assert [curve["run"] for curve in curves] == [0, 1]
         assert [curve["colour"] for curve in curves] == ["run-0", "run-1"]
         assert curves[0]["dash"] != curves[1]["dash"]
-    assert {"Loss", "Loss, validation", "Memory", "Memory, allocated"} <= set(charts)
+    assert {"Loss, training", "Loss, validation", "Memory, peak", "Memory, allocated"} <= set(charts)
+    assert {"Gradient norm", "Learning rate"} <= set(charts)
     assert _curves(charts["Loss, validation"])["two"] == values(tmp_path / "two", "val/loss")
 
 
@@ -262,6 +263,15 @@ def test_the_fp8_operands_that_lost_most_are_drawn(tmp_path: Path) -> None:
     charts = _charts(load(folder, "run"))
     for title in ("FP8: values flushed to zero", "FP8: largest magnitudes", "FP8: scales"):
         assert list(_curves(charts[title])) == ["net.0 input", "net.1 gradient"]
+
+
+def test_of_fp8_operands_that_lost_nothing_those_are_drawn_whose_scale_moved_most(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    layers = {f"net.{index:02}": {"input": {"flushed": 0.0, "amax": 1.0, "scale": 128.0}} for index in range(20)}
+    moved = {**layers, "net.19": {"input": {"flushed": 0.0, "amax": 64.0, "scale": 2.0}}}
+    lines = [{"step": 1, "layers": layers}, {"step": 2, "layers": moved}]
+    (folder / "fp8.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert next(iter(_curves(_charts(load(folder, "run"))["FP8: scales"]))) == "net.19 input"
 
 
 def test_markup_from_files_is_text(tmp_path: Path) -> None:
