@@ -78,28 +78,27 @@ class CheckpointedForward(Swapped):
         ):
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
+        # a compiled graph changes buffers at its end, once
+        run = run if compiling else _RepeatableForward(cast("nn.Module", self), run)
         if state.save_ops is not None:
-            options["context_fn"] = partial(_selective_contexts, state.save_ops)
-        if not compiling:  # a compiled graph changes buffers at its end, once
-            run = _Forward(cast("nn.Module", self), run, once=state.save_ops is not None)
+            options["context_fn"] = partial(_selective_contexts, state.save_ops, run)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
 
-class _Forward:
+class _RepeatableForward:
     """A module's forward which, called again, finds the buffers and the default dtype as they were the first time.
 
     Else the recomputation would count a batch twice in the statistics of a batch norm, and compute something else where
     an output depends on a buffer that forward changes (the vectors of a spectral norm, an EMA). Copied are those that
-    changed in the first forward, in training and in evaluation, or in a later one. What is called again ``once``, as
-    torch's selective checkpointing does, is given the copies: that allows no further operator such as a clone.
+    changed in the first forward, in training and in evaluation, or in a later one.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any], *, once: bool) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
-        self._run, self._once, self._dtype, self._again = run, once, torch.get_default_dtype(), False
+        self._run, self._dtype, self._ran = run, torch.get_default_dtype(), False
         #: by module, key and training mode, whether a buffer changes
-        self._learnt: dict[tuple[str, str, bool], bool] = vars(module).setdefault("_lmp_changing", {})
+        self._changing: dict[tuple[str, str, bool], bool] = vars(module).setdefault("_lmp_changing", {})
         #: the dict that holds each buffer, itself, and how often it was written to
         self._before: dict[tuple[str, str, bool], tuple[dict[str, Any], Tensor | None, int | None]] = {
             (name, key, one.training): (buffers, tensor, compat.version(tensor))
@@ -107,11 +106,13 @@ class _Forward:
             for buffers in [compat.buffers_of(one)]
             for key, tensor in buffers.items()
         }
-        may_change = [place for place in self._before if self._learnt.get(place, True)]
+        may_change = [place for place in self._before if self._changing.get(place, True)]
         self._copies = {place: _copied(self._before[place][1]) for place in may_change}
+        #: copies of them for the next recomputation, which may write to them
+        self._spare: dict[tuple[str, str, bool], Tensor | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        again, self._again = self._again, True
+        again, self._ran = self._ran, True
         before, _running.on = getattr(_running, "on", False), True
         try:
             with self._as_before() if again else nullcontext():
@@ -119,16 +120,20 @@ class _Forward:
         finally:
             _running.on = before
         if not again:
-            self._learn()
+            self._drop_unchanged()
         return output
 
-    def _learn(self) -> None:
-        """After the forward: let go of the copies of what it left as it was."""
+    def copy_buffers(self) -> None:
+        """Make the copies that the next recomputation is given."""
+        self._spare = {place: _copied(copy) for place, copy in self._copies.items()}
+
+    def _drop_unchanged(self) -> None:
+        """After the first forward: let go of the copies of what it left as it was."""
         for place, (buffers, old, version) in self._before.items():
             changed = buffers.get(place[1]) is not old or compat.version(old) != version
-            if place not in self._learnt and not changed and old is not None and not is_fake(old):
+            if place not in self._changing and not changed and old is not None and not is_fake(old):
                 changed = not torch.equal(old, cast("Tensor", self._copies[place]))  # written to through .data
-            self._learnt[place] = changed = changed or self._learnt.get(place, False)
+            self._changing[place] = changed = changed or self._changing.get(place, False)
             if not changed:
                 self._copies.pop(place, None)
 
@@ -136,9 +141,11 @@ class _Forward:
     def _as_before(self) -> Generator[None, None, None]:
         # Other tensors for the time being: to write into those that are there would spoil what autograd has saved.
         now = {place: buffers.get(place[1]) for place, (buffers, _, _) in self._before.items()}
+        if not self._spare:
+            self.copy_buffers()
         for place, (buffers, old, _) in self._before.items():
-            copy = self._copies.get(place, old)
-            buffers[place[1]] = copy if self._once or place not in self._copies else _copied(copy)
+            buffers[place[1]] = self._spare.get(place, old)
+        self._spare = {}
         try:
             with default_dtype(self._dtype):
                 yield
@@ -147,16 +154,31 @@ class _Forward:
                 buffers[place[1]] = now[place]
 
 
+class _Recomputing:
+    """Around each recomputation of selective checkpointing, whose mode allows no operator that the forward had not."""
+
+    def __init__(self, forward: _RepeatableForward, mode: Any) -> None:
+        self._forward, self._mode = forward, mode
+
+    def __enter__(self) -> None:
+        self._forward.copy_buffers()
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+
 def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:
+def _selective_contexts(save_ops: frozenset[str], run: Any) -> tuple[Any, Any]:
     def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         kept = str(op) in save_ops
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(decide)
+    first, again = create_selective_checkpoint_contexts(decide)
+    return first, _Recomputing(run, again) if isinstance(run, _RepeatableForward) else again
 
 
 def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Module]:

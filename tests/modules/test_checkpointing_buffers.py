@@ -69,6 +69,17 @@ def test_a_run_is_the_one_without(net: str, checkpointing: Any) -> None:
     assert same(found["tensors"], expected["tensors"])
 
 
+@pytest.mark.parametrize("options", [{}, {"mode": "selective", "save_ops": ("bmm",)}], ids=["full", "selective"])
+def test_each_backward_pass_of_a_retained_graph_computes_from_the_buffers_of_the_forward(options: Any) -> None:
+    root = nn.Sequential(Average("in place"))
+    checkpointing.apply(root, root, Checkpointing(modules="0", **options))
+    loss = root(torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES)).square().sum()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in root.parameters()]
+    loss.backward()
+    assert all(torch.equal(one.grad, 2 * once) for one, once in zip(root.parameters(), first, strict=True))
+
+
 class Tables(nn.Module):
     """Reads a table that it never changes, and from its third forward on changes a count."""
 
