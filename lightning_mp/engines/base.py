@@ -302,7 +302,9 @@ class StepEngine(ABC):
 
     def close_group(self) -> None:
         """``training_step`` is over: optimizers that did not step in it are not waited for."""
-        if any(map(self.scaler.stepped, self.optimizers)):
+        if (
+            self.scaler.group_open
+        ):  # of whatever optimizer: a callback may have put others in place of those at the start
             self.scaler.update()
             self.check_budget(None)
 

@@ -365,6 +365,11 @@ class LossScaler(GradScaler):
         """Whether the optimizer stepped since the scale was adjusted last, where there is one."""
         return self._of(optimizer).stepped is not None
 
+    @property
+    def group_open(self) -> bool:
+        """Whether any optimizer did."""
+        return any(known.stepped is not None for known in self._known.values())
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
         if new_scale is not None:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.utils.data import DataLoader, Subset
 
 from lightning_mp import LossScaling
+from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 from support import optimizers
 from support.models import Regression, batches, same_weights
 from support.oracles import MODES, plan_for
@@ -97,3 +98,18 @@ def test_a_frozen_parameter_and_one_without_a_gradient_do_no_harm(mode: str) -> 
     fit(module, plugins=[plan], callbacks=[trace])
     assert trace.skipped == [step == 2 for step in range(STEPS)]
     assert torch.equal(trace.start["unused.weight"], trace.weights[-1]["unused.weight"])
+
+
+class Restarts(Callback):
+    """Makes the optimizers anew in the midst of a run."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            trainer.strategy.setup_optimizers(trainer)
+
+
+def test_a_run_whose_optimizers_are_made_anew_goes_on_under_its_scale() -> None:
+    plan = plan_for("16-mixed", LossScaling(init_scale=2.0**10, growth_interval=3))
+    fit(Regression(overflow_at=(6,)), plugins=[plan], callbacks=[Restarts()])
+    assert (plan.applied_steps, plan.skipped_steps) == (STEPS - 1, 1)
+    assert plan.scaler.get_scale() == 2.0**11, "2**12 after six clean steps, halved by the seventh"
