@@ -179,6 +179,8 @@ class PinState:
     #: what calls it is not of the pin, or it has tensors of its own to run with
     entry: bool
     owns: bool
+    #: names of its own quantized tensors, which no cast changes; known before they are sharded
+    kept: frozenset[str]
 
 
 #: by thread, as ``dtype``, that of the innermost pinned forward under way
@@ -232,7 +234,7 @@ class PinnedForward(Swapped):
         if pin is None:
             return cast("Any", super())._apply(fn, recurse)
         dtype, module = pin.dtype, cast("nn.Module", self)
-        kept = left_alone(module)
+        kept = {id(getattr(module, name, None)) for name in pin.kept}
 
         def keeping_the_pin(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -263,7 +265,9 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
     module, dtype, output = member.module, to_torch(member.pin.dtype), member.pin.output
-    owns = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    own, quantized = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)), left_alone(module)
+    before: PinState | None = vars(module).get("_lmp_pin")  # of an earlier run, which may have sharded the module
+    kept = {name for name, tensor in own if id(tensor) in quantized} | (before.kept if before else set[str]())
     # Inside another pinned region autocast is off, so nothing there would cast what comes out.
     returns = output == "input" or (output is None and (not mixed or member.inside is not None))
     wanted = None if output in (None, "pin", "input") else to_torch(output)
@@ -272,7 +276,7 @@ def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device
     elif output is None and member.in_attention and dtype in HALF and dtype != compute_dtype:
         wanted = torch.float32  # what attention combines it with is of autocast's half format, and two cannot be mixed
     weighted = output is None and next(module.parameters(), None) is not None
-    return PinState(dtype, wanted, returns, device_type, weighted, member.entry, owns)
+    return PinState(dtype, wanted, returns, device_type, weighted, member.entry, bool(own), frozenset(kept))
 
 
 def unpin(module: nn.Module) -> None:

@@ -161,6 +161,20 @@ def test_under_other_strategies(layer: str, strategy: str) -> None:
     assert in_a_process(_under, layer, strategy) == same(layer, "bf16-mixed", True)
 
 
+def _pinned_twice() -> None:
+    model = Adapted(_fp8_linear)
+    before = model.quantized()
+    for _ in range(2):
+        plan = MixedPrecisionPlan("bf16-mixed", pins={"FP8Linear": "fp32"})
+        fit(model, plugins=[plan], strategy="mp_fsdp2", use_distributed_sampler=False)
+        assert model.quantized() == before
+
+
+@pytest.mark.gloo
+def test_a_pin_on_it_leaves_it_where_it_is_sharded_in_a_second_fit_too() -> None:
+    in_a_process(_pinned_twice)
+
+
 def test_packed_buffers_and_their_scales_stay() -> None:
     """As GPTQ, AWQ and EETQ keep them."""
     layer = nn.Linear(4, 4, dtype=torch.float16)
