@@ -118,17 +118,22 @@ class PrecisionPolicy:
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:
         """A policy from a mapping of its fields; unknown keys are refused with the nearest known ones."""
         with Faults() as faults:
-            policy = _built(cls, values, "", faults)
+            policy = _built(cls, _known(cls, values, "", faults), faults)
         return cast("PrecisionPolicy", policy)
 
 
-def _built(kind: type[_Kind], values: Mapping[str, Any], prefix: str, faults: Faults) -> _Kind | None:
-    """An instance of a dataclass from a mapping of its fields; its faults join the others."""
-    names = [item.name for item in fields(cast("Any", kind))]
+def _known(kind: type[Any], values: Mapping[str, Any], prefix: str, faults: Faults) -> dict[str, Any]:
+    """Of ``values`` those of a field of the dataclass; every other key is refused with the nearest field."""
+    names = [item.name for item in fields(kind)]
     for key in [key for key in values if key not in names]:
         faults.add(f"unknown key {prefix}{key}", ", ".join(names), did_you_mean(str(key), names, "remove it"))
+    return {key: value for key, value in values.items() if key in names}
+
+
+def _built(kind: type[_Kind], known: dict[str, Any], faults: Faults) -> _Kind | None:
+    """An instance of a dataclass; its faults join the others."""
     try:
-        return kind(**{key: value for key, value in values.items() if key in names})
+        return kind(**known)
     except PlanError as error:
         faults.extend(error.faults)
     return None
@@ -144,11 +149,12 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: s
     if not isinstance(value, Mapping):
         faults.add(shown, f"{name}(...) or a mapping of its fields", f"write {name}(...)")
         return None
-    missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in value]
+    known = _known(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
+    missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in known]
     if missing:
         faults.add(shown, f"the fields of {name}", f"add {' and '.join(map(repr, missing))}")
         return None
-    return _built(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
+    return _built(kind, known, faults)
 
 
 def _precision(value: object, faults: Faults) -> str:

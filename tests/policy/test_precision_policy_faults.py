@@ -166,3 +166,8 @@ def test_an_unknown_preset_is_refused_with_the_list(name: str, fix: str) -> None
     (fault,) = error.value.faults
     assert fault.allowed == ", ".join(PRESETS)
     assert fault.fix.startswith(fix)
+
+
+def test_a_misspelt_field_is_named_with_the_nearest_one_where_it_was_the_required_one() -> None:
+    with pytest.raises(PlanError, match=r"unknown key checkpointing\.module.*mean 'modules'"):
+        PrecisionPolicy(checkpointing={"module": "*.h.*"})
