@@ -324,9 +324,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         return FP8Gather(self._user_module, conversion.converted.values(), self._shard_mesh.get_group(-1), rule)
 
     def teardown(self) -> None:
-        """As the host does; the units are left as ``fully_shard`` made them."""
+        """As the host does; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
+        began = self.lightning_module is not None and plan_of(self).engine is not None
         super().teardown()
-        if self.lightning_module is not None:
+        if began:
             self._gather_halves((), plan_of(self).policy)
 
     def model_to_device(self) -> None:
