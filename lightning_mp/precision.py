@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.compat.checks import require_versions
+from lightning_mp.compat import require_versions
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     FSDPPrecision,
@@ -42,8 +42,14 @@ from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe,
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import PrecisionPolicy, hardware, load, presets
 from lightning_mp.policy.pieces import call
-from lightning_mp.policy.precision_policy import CheckpointingLike, FP8Like, LossScalingLike, NonFiniteLike, PinsLike
-from lightning_mp.policy.words import Precision
+from lightning_mp.policy.precision_policy import (
+    CheckpointingLike,
+    FP8Like,
+    LossScalingLike,
+    NonFiniteLike,
+    PinsLike,
+    Precision,
+)
 
 if TYPE_CHECKING:
     from lightning_mp.monitor.nonfinite.bad_steps import PlanRun

@@ -15,8 +15,7 @@ from lightning_mp.modules.patterns import call_with_original_classes
 from lightning_mp.monitor.callback_utils import RunCallback
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, has_tf32, set_tf32
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
-from lightning_mp.policy.precision_policy import PinsLike
-from lightning_mp.policy.words import DTYPES_OF
+from lightning_mp.policy.precision_policy import DTYPES_OF, PinsLike
 from lightning_mp.precision import MixedPrecisionPlan
 
 

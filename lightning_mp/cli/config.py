@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, one_line
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.load import Places
+from lightning_mp.policy.precision_policy import precision_fix
 from lightning_mp.policy.presets import PRESETS
-from lightning_mp.policy.words import precision_fix
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -43,8 +43,8 @@ from lightning_mp.numerics.dtypes import tensors_in
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.numerics.rng import process_kept
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
+from lightning_mp.policy.precision_policy import precision_fix
 from lightning_mp.policy.presets import PRESETS, preset
-from lightning_mp.policy.words import precision_fix
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.strategies.registry import trainer_arguments

@@ -1,10 +1,52 @@
-"""What this package uses of torch, Lightning and DeepSpeed beyond their public names, each once, and why."""
+"""The releases that are supported, and what is used of torch, Lightning and DeepSpeed beyond their public names."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from lightning_mp.errors import Faults
+
+#: the releases that this package is tested with; pyproject.toml has the same bounds
+VERSIONS = {
+    "deepspeed": ">=0.19.8,<0.20",
+    "lightning": ">=2.6,<2.7",
+    "torch": ">=2.11,<2.14",
+    "torchao": ">=0.18,<0.19",
+    "transformers": ">=4.53,<6",
+}
+
+
+def check_versions(faults: Faults, *names: str) -> None:
+    """Note each of the named dependencies that is installed in a release outside of its bounds."""
+    for name in names:
+        found = installed(name)
+        if not SpecifierSet(VERSIONS[name]).contains(found, prereleases=True):
+            fix = f"run pip install '{name}{VERSIONS[name]}'"
+            faults.add(f"{name} {found}, which is not tested", f"{name} {VERSIONS[name]}", fix)
+
+
+def require_versions(subject: str, *names: str) -> None:
+    """Check the named dependencies for ``subject``, a strategy or a callback.
+
+    Raises:
+        PlanError: one of them is installed in a release outside of its bounds.
+    """
+    with Faults(subject) as faults:
+        check_versions(faults, *names)
+
+
+def installed(name: str) -> str:
+    """The installed release of a dependency."""
+    try:
+        return version(name)
+    except PackageNotFoundError:  # under another name: pytorch-lightning
+        return str(import_module("pytorch_lightning" if name == "lightning" else name).__version__)
 
 
 @contextmanager

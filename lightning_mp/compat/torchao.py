@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_mp.compat.checks import require_versions
+from lightning_mp.compat import require_versions
 from lightning_mp.errors import MissingExtraError
 
 #: the plan's words for recipes, and torchao's where they differ

@@ -18,7 +18,7 @@ from typing import Any, cast
 from lightning_mp.errors import Fault, Faults, PlanError, did_you_mean, is_number
 from lightning_mp.policy import STORAGE_DTYPES, LossScaling, NonFinite, PrecisionPolicy
 from lightning_mp.policy.load import plain_mapping
-from lightning_mp.policy.words import DTYPES
+from lightning_mp.policy.pieces import DTYPES
 
 JsonLike = Mapping[str, Any] | str | PathLike[str]
 

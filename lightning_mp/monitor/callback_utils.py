@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from lightning_mp.compat.checks import require_versions
+from lightning_mp.compat import require_versions
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer, accumulates
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_mp.errors import Faults, PlanError, is_number
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.hardware import GPU, find
-from lightning_mp.policy.words import precision_fix
+from lightning_mp.policy.precision_policy import precision_fix
 
 #: FLOPs of a trained token by convention, as it is printed next to an MFU. N: all parameters; E: the table of input
 #: embeddings; L, h, s: layers, width, length of the sequence

@@ -1,8 +1,7 @@
 """What may be written in a plan: pure data and its rules, without torch, so that a config can be checked anywhere."""
 
 from lightning_mp.policy.pieces import FP8, STORAGE_DTYPES, Checkpointing, LossScaling, NonFinite, Pin
-from lightning_mp.policy.precision_policy import PrecisionPolicy
-from lightning_mp.policy.words import PRECISIONS, precision_word
+from lightning_mp.policy.precision_policy import PRECISIONS, PrecisionPolicy, precision_word
 
 __all__ = [
     "FP8",

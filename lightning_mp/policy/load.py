@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.policy.pieces import LossScaling
-from lightning_mp.policy.words import precision_fix, precision_word
+from lightning_mp.policy.precision_policy import precision_fix, precision_word
 
 #: what a ``_target_`` may name besides a class whose fields are written out, and what builds it
 _CONSTRUCTORS = {

@@ -11,9 +11,17 @@ from functools import cache
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from lightning_mp.errors import Faults, did_you_mean, is_number, is_whole
-from lightning_mp.policy.words import DTYPES
 
 STORAGE_DTYPES = ("fp32", "bf16", "fp16")
+_SPELLINGS = {
+    "fp32": ("float32", "float", "32"),
+    "tf32": ("tensorfloat32",),
+    "bf16": ("bfloat16",),
+    "fp16": ("float16", "half", "16"),
+    "fp8": ("float8",),
+}
+#: every spelling of a format, and its name
+DTYPES = {alias: name for name, aliases in _SPELLINGS.items() for alias in (name, *aliases)}
 # torch.amp.GradScaler's defaults, https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 TORCH_INIT_SCALE = 2.0**16
 TORCH_GROWTH_INTERVAL = 2000

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.folders import loads_alike, resumable
 from lightning_mp.checkpoints.formats import without_file_protocol
-from lightning_mp.compat.checks import require_versions
+from lightning_mp.compat import require_versions
 from lightning_mp.compat.deepspeed import (
     cast_partition,
     forget_gradients,

@@ -12,8 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.compat import lightning
-from lightning_mp.compat.checks import check_versions
+from lightning_mp.compat import check_versions, lightning
 from lightning_mp.compat.lightning import meet_other_copy
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.policy import PrecisionPolicy

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.checks import check_versions
+from lightning_mp.compat import check_versions
 from lightning_mp.compat.lightning import (
     Callback,
     DummyLogger,

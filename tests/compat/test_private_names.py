@@ -17,9 +17,8 @@ from packaging.specifiers import SpecifierSet
 import lightning_mp
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor
-from lightning_mp.compat import checks, transformers
+from lightning_mp.compat import VERSIONS, checks, installed, transformers
 from lightning_mp.compat import torch as compat
-from lightning_mp.compat.checks import VERSIONS, installed
 from support.models import Regression
 
 ROOT = Path(lightning_mp.__file__).parent

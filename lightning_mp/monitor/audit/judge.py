@@ -29,7 +29,7 @@ from lightning_mp.modules import fp8, pins
 from lightning_mp.monitor.audit.observer import Observed, Ran
 from lightning_mp.numerics.dtypes import describe, dtype_name
 from lightning_mp.policy import STORAGE_DTYPES, PrecisionPolicy
-from lightning_mp.policy.words import DTYPES_OF
+from lightning_mp.policy.precision_policy import DTYPES_OF
 
 _STOCK = (MixedPrecision, HalfPrecision, FSDPPrecision, DeepSpeedPrecision, DoublePrecision)
 AS_STORED = "as stored"

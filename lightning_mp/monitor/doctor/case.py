@@ -17,7 +17,7 @@ from lightning_mp.modules import pins
 from lightning_mp.numerics.dtypes import describe, dtype_name, to_torch
 from lightning_mp.policy import PrecisionPolicy, hardware
 from lightning_mp.policy.pieces import LossScaling
-from lightning_mp.policy.words import DTYPES_OF, STOCK_PRECISIONS, precision_fix, precision_word
+from lightning_mp.policy.precision_policy import DTYPES_OF, STOCK_PRECISIONS, precision_fix, precision_word
 
 HALF = ("bf16", "fp16")
 

@@ -24,7 +24,7 @@ from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.side_run import around_passes
 from lightning_mp.numerics.dtypes import describe, has_tf32, tensors_in
 from lightning_mp.policy import hardware
-from lightning_mp.policy.words import DTYPES_OF
+from lightning_mp.policy.precision_policy import DTYPES_OF
 
 Count = Callable[[Any], "int | Tensor | None"]
 
