@@ -204,11 +204,14 @@ def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
     return content
 
 
-def load_own_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str) -> list[str]:
-    """``load_state_dict`` for the tensors of ``module`` itself, as far as they are there; what does not fit."""
-    errors: list[str] = []
-    cast("Any", module)._load_from_state_dict(dict(state), prefix, {}, False, [], [], errors)
-    return errors
+def load_own_tensors(module: nn.Module, state: dict[str, Any], prefix: str) -> tuple[list[str], list[str], list[str]]:
+    """``load_state_dict`` for the tensors of ``module`` itself: the missing and the unexpected names, and the errors.
+
+    The module's own hooks may rename what is in ``state``.
+    """
+    missing, unexpected, errors = list[str](), list[str](), list[str]()
+    cast("Any", module)._load_from_state_dict(state, prefix, {}, True, missing, unexpected, errors)
+    return missing, unexpected, errors
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:

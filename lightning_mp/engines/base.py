@@ -35,9 +35,9 @@ class StepEngine(ABC):
     holds: ClassVar[str]
     #: whether the strategy's own engine runs backward, by ``backward``
     runs_backward: ClassVar[bool] = False
-    #: whether the optimizer may be given a closure (LBFGS, SAM and its kind), and why it may not evaluate it again;
-    #: without a reason it may where no loss scale can change in between
+    #: whether the optimizer may be given a closure (LBFGS, SAM and its kind)
     gives_closure: ClassVar[bool] = True
+    #: where optimizers that are known to evaluate it again are refused before the run, loss scale or not
     evaluates_once: ClassVar[str] = ""
     #: what optimizers are given to step where that is no whole parameters, and how to call it
     steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
@@ -257,9 +257,9 @@ class StepEngine(ABC):
         """The optimizer asks for another evaluation in its step: its gradients are not checked.
 
         Raises:
-            PlanError: under loss scaling, and where the engine cannot run another one.
+            PlanError: under loss scaling.
         """
-        if self.scaler.enabled or self.evaluates_once:
+        if self.scaler.enabled:
             raise PlanError([self._again(optimizer)])
         if not self._said_again:
             self._said_again = True

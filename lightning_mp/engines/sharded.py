@@ -148,6 +148,10 @@ class PipelineEngine(StepEngine):
         if optimizers:
             self._connected.callback(sum_total_norms(self, lambda: self._stages))
 
+    def evaluates_again(self, optimizer: Optimizer) -> None:
+        """Refused: another evaluation would run the schedule again."""
+        raise PlanError([self._again(optimizer)])
+
     @property
     def _stages(self) -> grads.Groups:
         trainer = trainer_of(self._module)

@@ -396,11 +396,15 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
     """
     import deepspeed
 
-    apart = sorted(state.keys() ^ module.state_dict().keys())
-    errors = [f"only one of the checkpoint and the module has {', '.join(apart)}"] if strict and apart else []
+    missing, unexpected, errors = list[str](), list[str](), list[str]()
+    left = dict(state)  # hooks of modules rename in it what an earlier version of them has saved
     for name, part in module.named_modules():
         with deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0):
-            errors += load_own_tensors(part, state, f"{name}." if name else "")
+            found = load_own_tensors(part, left, f"{name}." if name else "")
+        for names, more in zip((missing, unexpected, errors), found, strict=True):
+            names += more
+    if strict and (missing or unexpected):
+        errors.append(f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}")
     if errors:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}: " + "\n\t".join(errors))
 

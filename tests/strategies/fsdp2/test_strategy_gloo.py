@@ -25,7 +25,7 @@ from support.fsdp2_models import (
     Transformers,
     UsersOwn,
 )
-from support.fsdp2_ways import Again, Attends, Direct, Parts, Shapes
+from support.fsdp2_ways import Again, Attends, Direct, Parts, Shapes, Twice
 from support.models import Regression, same_weights
 from support.oracles import MODES, plan_for
 from support.ranks import Ranks, in_a_process
@@ -59,6 +59,7 @@ BLOCKS: dict[str, Both] = {
 }
 WAYS: dict[str, Both] = {
     "Direct": Both("16-mixed", Direct, PINS | CLIP),
+    "Twice": Both("bf16-mixed", Twice),
     "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
     "Attends": Both("32-true", Attends, {"pins": {"norm*": "fp32"}, **CLIP}, {"wrap": "TransformerEncoderLayer"}),
@@ -182,7 +183,7 @@ def test_the_error_names_the_guilty_rank_and_module_on_every_rank(ranks: Ranks, 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_are_written_as_for_ddp(ranks: Ranks, way: str) -> None:
-    """Own parameters, ``self(x)``, weights read in the step, frozen parts, torch's attention, more than a loss."""
+    """Own parameters, ``self(x)``, weights read in the step, frozen parts, torch's attention, more than a loss, an optimizer's own closure."""
     _equal(ranks, WAYS[way], _within(WAYS[way]))
 
 
