@@ -134,7 +134,12 @@ def _is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 class WritesRun(RunCallback):
-    """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there."""
+    """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there.
+
+    With a ``run_dir`` of the user's nothing is noted, nor looked up: the next run gets its own again, or is given one.
+    """
+
+    run_dir: RunDir = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note the folder."""
@@ -143,7 +148,7 @@ class WritesRun(RunCallback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find it again."""
-        if FALLBACK in checkpoint:
+        if FALLBACK in checkpoint and self.run_dir is None:
             _paths[trainer] = checkpoint[FALLBACK]
 
 

@@ -300,6 +300,7 @@ class PlanRun(WritesRun):
     def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
         self._plan, self._trainer = plan, trainer
         self.rule = plan.policy.nonfinite
+        self.run_dir = self.rule.run_dir
         self._rewinds = self.rule.on_budget == "rewind"
         self._bad: BadSteps | None = None
         self._attempts = self._skips = 0
@@ -336,7 +337,7 @@ class PlanRun(WritesRun):
             PlanError: another run is writing to the folder.
         """
         rule, writer = self.rule, "MixedPrecisionPlan"
-        self._bad = BadSteps(trainer, rule.run_dir, writer, saves=rule.save_batch, rewinds=self._rewinds)
+        self._bad = BadSteps(trainer, self.run_dir, writer, saves=rule.save_batch, rewinds=self._rewinds)
         assert self._plan.engine is not None, "a fit runs under an engine"
         self._plan.engine.deferred = []
         self._skips = self._plan.skipped_steps if rule.save_batch else 0
