@@ -14,13 +14,19 @@ import torch
 from torch import nn
 
 from lightning_mp import planner
-from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, parsed_optimizers
+from lightning_mp.compat.lightning import (
+    DeepSpeedStrategy,
+    LightningModule,
+    StrategyRegistry,
+    is_overridden,
+    parsed_optimizers,
+)
 from lightning_mp.compat.torch import has_forward_hooks, reentrant
 from lightning_mp.compat.transformers import checkpointing_function, conv1d
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.eager import EagerEngine
-from lightning_mp.errors import Fault, Faults, PlanError, counted, one_line, pinning
+from lightning_mp.errors import Fault, Faults, PlanError, counted, did_you_mean, one_line, pinning
 from lightning_mp.modules.patterns import original_class
 from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed
 from lightning_mp.monitor.events import Severity
@@ -28,6 +34,7 @@ from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.side_run import untouched
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.planner.memory import STRATEGIES
 from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
 
 #: bits of the significand, the hidden one included
@@ -128,7 +135,8 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
         return
     here = torch.device(device.type if device.type == "cpu" else "meta")
     engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
-    engine.check(case.model, others)
+    if not any(is_overridden(name, case.model, LightningModule) for name in ("configure_model", "setup")):
+        engine.check(case.model, others)  # else modules may be missing that a pattern names
     word = case.strategy.lower() if isinstance(case.strategy, str) else type(case.strategy).__name__.lower()
     stage3 = isinstance(case.strategy, DeepSpeedStrategy) and case.strategy.zero_stage_3
     if policy.storage_dtype != "fp32" and (stage3 or "zero3" in word or ("zero" in word and "offload" in word)):
@@ -145,6 +153,15 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
             ("tied_weights_conflicting_pins", names.partition(" ")[0]) if tied else ("precision_refused", None)
         )
         yield Finding(name, "error", fault.given, why, fault.fix, where)
+
+
+def unknown_strategy(case: ModelUnderTest) -> Iterator[Finding]:
+    """A name that neither Lightning nor this package has."""
+    known = [*STRATEGIES, *StrategyRegistry.available_strategies()]
+    name = case.strategy.lower().partition("@")[0] if isinstance(case.strategy, str) else "auto"
+    if name.removeprefix("mp_") not in known and name not in known:
+        what, fix = f"unknown strategy {case.strategy!r}", did_you_mean(name.removeprefix("mp_"), known)
+        yield Finding("precision_refused", "error", what, "the Trainer refuses it", fix, "strategy")
 
 
 def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
@@ -521,6 +538,7 @@ def _contradictions(
 #: checks that cost one walk over the modules, made at every fit
 CHEAP = (eval_mode, no_input_gradients, use_cache)
 CHECKS = (
-    *(*CHEAP, half_weights, refused, tf32_off, not_aligned, half_norms, step_raises, scale_overflows_at_once),
-    *(accumulation_overflows, optimizer_eps_underflows, schedule_counts_skips, deepspeed_contradicts_trainer),
+    *(*CHEAP, half_weights, refused, unknown_strategy, tf32_off, not_aligned, half_norms, step_raises),
+    *(scale_overflows_at_once, accumulation_overflows, optimizer_eps_underflows, schedule_counts_skips),
+    deepspeed_contradicts_trainer,
 )

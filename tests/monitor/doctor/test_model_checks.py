@@ -323,6 +323,26 @@ def test_beside_torchs_reentrant_wrapper_a_cache_makes_gradients_wrong() -> None
     assert not all(torch.allclose(one.grad, other.grad, atol=1e-6) for one, other in pairs)
 
 
+@pytest.mark.parametrize("hook", ["configure_model", "setup"])
+def test_a_pattern_for_modules_that_are_made_later_is_no_fault(hook: str) -> None:
+    plan = Plan("bf16-mixed", pins={"late": "fp32"}, checkpointing="late")
+    late = type("Late", (Wrapped,), {hook: lambda self, stage="fit": setattr(self, "late", nn.Linear(16, 16))})
+    assert "precision_refused" not in found(late(net()), plan)
+    assert (
+        "matches no module"
+        in found(Wrapped(net()), Plan("bf16-mixed", pins={"late": "fp32"}))["precision_refused"].what
+    )
+
+
+@pytest.mark.parametrize("plan", ["32-true", Plan("bf16-mixed")], ids=str)
+def test_a_strategy_that_nobody_has_is_an_error(plan: Any) -> None:
+    finding = found(net(), plan, "mp_fspd2")["precision_refused"]
+    assert finding.what == "unknown strategy 'mp_fspd2'"
+    assert "'fsdp2'" in finding.fix
+    for known in ("mp_fsdp2", "MP_DDP", "mp_ddp@mine", "auto", "ddp_spawn", "deepspeed_stage_3_offload", "pipeline"):
+        assert "precision_refused" not in found(net(), plan, known)
+
+
 def test_a_plan_that_the_strategy_refuses_is_an_error() -> None:
     pinned = Plan("bf16-mixed", pins={"norms": "fp32"})
     true = Plan("bf16-true")
