@@ -95,7 +95,7 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
             model, loaders = parts.parts(config, faults)
             batch = next(iter(parts.training_batches(loaders, model)))
             trainer, rows = dict(regime.trainer), rows_of(batch)
-            devices = _count(trainer.get("devices")) * _count(trainer.get("num_nodes", 1))
+            devices = _count(trainer.get("devices"), faults) * (trainer.get("num_nodes") or 1)
             written: Any = config.get("strategy") or "auto"
             name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
             given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
@@ -121,15 +121,23 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
         typer.echo("the largest micro-batch is not known, since activations were not counted")
 
 
-def _count(given: Any) -> int:
-    """How many devices ``trainer.devices`` names; as many as are here, and one at least, where it names none."""
+def _count(given: Any, faults: Faults) -> int:
+    """How many devices ``trainer.devices`` names; as many as are here, and one at least, where it is -1 or "auto".
+
+    Raises:
+        PlanError: it is nothing that Lightning takes.
+    """
     import torch
 
     if isinstance(given, str) and given.replace(",", "").replace(" ", "").isdigit():
         given = int(given) if "," not in given else [part for part in given.split(",") if part.strip()]
     if isinstance(given, list):
         return len(cast("list[Any]", given))
-    return given if isinstance(given, int) and given > 0 else max(1, torch.cuda.device_count())
+    if given in (None, "auto", -1, "-1"):
+        return max(1, torch.cuda.device_count())
+    faults.whole("trainer.devices", given, 1, "write a number, -1 or auto")
+    faults.raise_if_any()
+    return given
 
 
 def _given(params: float | None, config: Path | None) -> Any:

@@ -100,6 +100,9 @@ def _check_settings(config: dict[str, Any], faults: Faults) -> None:
     is_path = checkpoint not in ("None", "last", "hpc", "registry") and ":" not in checkpoint
     if is_path and not Path(checkpoint).exists():
         faults.add(f"ckpt_path={checkpoint}, which does not exist", "check the path, or write 'last'")
+    home = str((config.get("trainer") or {}).get("default_root_dir") or config["run_dir"])
+    if checkpoint == "hpc" and "://" not in home and not any(Path(home).glob("hpc_ckpt_*.ckpt")):
+        faults.add(f"ckpt_path=hpc, and no hpc_ckpt_*.ckpt in {home}", "write the path of a checkpoint, or 'last'")
 
 
 def _as_yaml(config: dict[str, Any]) -> str:

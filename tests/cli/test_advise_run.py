@@ -91,3 +91,10 @@ def test_a_gpu_that_is_none_is_refused() -> None:
     refused = CliRunner().invoke(app, ["advise", "experiment=llama_tiny", "--gpu", "h100"])
     assert refused.exit_code == 2
     assert "h100-80" in refused.output
+
+
+def test_devices_that_lightning_does_not_take_are_refused(tmp_path: Path, own_folder: None) -> None:
+    path = write(tmp_path, PLAIN)
+    refused = CliRunner().invoke(app, ["advise", path, "trainer.devices=abc"])
+    assert refused.exit_code == 2
+    assert "trainer.devices='abc'" in refused.output

@@ -48,6 +48,7 @@ ARGUMENTS = {
     "plan=haff": ("Could not find 'plan/haff'", "'16-mixed'"),
     "plan=b16": ("Could not find 'plan/b16'", "'bf16'"),
     "ckpt_path=best": ("ckpt_path=best", "check the path"),
+    "ckpt_path=hpc": ("no hpc_ckpt_*.ckpt", "'last'"),
     "gone.yaml": ("'gone.yaml', which is no file", "check the path"),
     "plan=fp32,bf16": ("Ambiguous value for argument 'plan=fp32,bf16'", ""),
     "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
