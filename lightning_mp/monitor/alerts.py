@@ -210,10 +210,10 @@ def known(value: float | None) -> float | None:
 
 #: for an overflow that no loss scale can help; ``{pinned}`` is how modules are pinned in this run
 _BEYOND_FP16 = (
-    "pin the module that the nonfinite events name: {pinned}; suggest_pins measures which; or use 'bf16-mixed', "
-    "without a loss scale"
+    "pin the module that the nonfinite events name, as in {pinned} (suggest_pins measures which); or use 'bf16-mixed', "
+    "which needs no loss scale"
 )
-#: by kind, or where a kind has several by what was seen: the likely cause, and what to do
+#: the likely cause and what to do, by kind of event, or by what was seen where a kind has several causes
 _TEXTS: dict[str, tuple[str, str]] = {
     "grad_norm_spike": (
         "a bad batch, or a learning rate that is too high here",
@@ -223,13 +223,13 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "a learning rate that is too high, or weights spoiled by a bad step",
         "go back to the last good checkpoint with a lower rate, and clip gradients; try suggest_pins in half precision",
     ),
-    "cut off": (
-        "gradients are zero: the loss is cut off from the weights",
+    "zero gradients": (
+        "all gradients are zero, so the loss does not depend on the weights",
         "look for detach(), no_grad, dead activations or a loss multiplied by zero",
     ),
-    "no rate": ("the learning rate is 0", "look at the schedule's length and its last value"),
+    "zero rate": ("the learning rate is 0", "look at the schedule's length and its last value"),
     "still": (
-        "weights do not move: the learning rate is far too small, or updates round to nothing",
+        "weights do not move, since the learning rate is far too small or updates round to nothing",
         "raise the learning rate, keep fp32 weights ('bf16-mixed', not 'bf16-true'), see that the optimizer has them",
     ),
     "not fallen": (
@@ -238,14 +238,14 @@ _TEXTS: dict[str, tuple[str, str]] = {
     ),
     "lost_updates": (
         "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
-        "use the mixed mode, or stochastic rounding: torchao's _AdamW(bf16_stochastic_round=True); raise the rate",
+        "use the mixed mode, or torchao's _AdamW(bf16_stochastic_round=True); or raise the learning rate",
     ),
     "scale_collapse": (
-        "gradients overflow whatever the scale: weights or activations have left fp16's range",
+        "gradients overflow at every scale, since weights or activations are beyond fp16's range",
         f"stop; go back to the last good checkpoint, {_BEYOND_FP16}",
     ),
     "skip_streak": (
-        "gradients overflow at every scale: an activation or a weight is beyond fp16's 65,504, or not finite",
+        "gradients overflow at every scale, since an activation or a weight is beyond fp16's 65,504 or not finite",
         _BEYOND_FP16,
     ),
     "skips without a scale": (
@@ -253,7 +253,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "look at the batch and the module that the nonfinite events name; go back to the last good checkpoint",
     ),
     "memory_growth": (
-        "something is kept from step to step: losses with their graph, outputs in a list, a growing cache",
+        "something is kept from step to step, such as losses with their graph, outputs in a list or a growing cache",
         "append loss.detach() or loss.item(), not loss; clear lists at the end of an epoch",
     ),
     "throughput_drop": (
@@ -261,24 +261,25 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "raise num_workers or check the storage; look at the device's utilisation and clocks",
     ),
     "fp8_underflow": (
-        "a few of its values are so large that the scale they need leaves nothing of the others",
-        "leave it in bf16: skip=('lm_head', {layer!r}) in FP8; recipe='rowwise' has a scale a row",
+        "a few of its values are so large that most others are flushed to zero at the scale that these need",
+        "keep the layer in bf16 with FP8(skip=('lm_head', {layer!r})), or use recipe='rowwise', with a scale per row",
     ),
     "scale fell": (
-        "that operand has grown: an outlier in the batch, or an activation that runs away; other values lose precision",
-        "look at the batch; clip gradients, or leave the layer in bf16: skip=('lm_head', {layer!r}) in FP8",
+        "an outlier in the batch, or an activation that runs away, so that all other values lose precision",
+        "look at the batch; clip gradients, or keep the layer in bf16 with FP8(skip=('lm_head', {layer!r}))",
     ),
     "scale rose": (
-        "that operand has collapsed: a layer before it is dead, or was reset",
-        "look at the layers before it and at what has changed their weights: a load, a learning rate",
+        "a layer before it is dead or was reset, so that its values are tiny",
+        "look at the layers before it, and at what has changed their weights (a load, the learning rate)",
     ),
 }
 
 
 # ---------------------------------------------------------------------- rules
 
-#: what a condition is about where it is about no FP8 operand
-_STEP = ("", "")
+#: what a condition is about: the layer and the role of an FP8 operand, or the step as a whole
+Subject = tuple[str, str]
+_STEP: Subject = ("", "")
 
 
 class Found(NamedTuple):
@@ -290,67 +291,68 @@ class Found(NamedTuple):
 
 
 class Rule:
-    """One condition. An event is made when it begins, and not again before ``calm`` readings without it."""
+    """One condition. An event is made when it begins, and not again before ``readings_between`` without it."""
 
     kind: ClassVar[Kind]
-    #: the reading's number that is judged
+    #: the field of a reading that the rule looks at
     reads: str
     severity: ClassVar[Severity] = "warning"
     #: readings without the condition before the next event
-    calm: ClassVar[int] = 10
-    #: how many numbers were judged
+    readings_between: ClassVar[int] = 10
+    #: how many numbers were looked at
     seen = 0
 
     def __init__(self, settings: AlertSettings) -> None:
         self.settings = settings
-        #: the step judged last, so that no step is judged twice
-        self.judged: int | None = None
-        #: readings before the next event, by what the condition is about: an FP8 operand, or the step
-        self.cooldown: dict[tuple[str, str], int] = {}
-        self._windows: dict[Any, Window] = {}
+        #: the last step, which is not evaluated twice
+        self.last_step: int | None = None
+        #: readings before the next event, for the step or for each FP8 operand
+        self.cooldown: dict[Subject, int] = {}
+        self._windows: dict[str | Subject, Window] = {}
 
-    def window(self, name: Any, size: int) -> Window:
+    def window(self, name: str | Subject, size: int) -> Window:
         """The last ``size`` numbers kept as ``name``."""
         return self._windows.setdefault(name, deque(maxlen=size))
 
-    def begins(self, reading: Reading, pinned: str) -> Event | None:
-        """The event of a condition that begins in this reading; of several operands, one a reading."""
-        if reading.step == self.judged:
+    def evaluate(self, reading: Reading, pinned: str) -> Event | None:
+        """The event of a condition that begins in this reading, at most one; that of another operand waits its turn."""
+        if reading.step == self.last_step:
             return None
-        self.judged = reading.step
-        begun: Event | None = None
-        for place, found in self.conditions(reading):
-            left = self.cooldown.pop(place, 0)
+        self.last_step = reading.step
+        event: Event | None = None
+        for subject, found in self.conditions(reading):
+            cooling = self.cooldown.pop(subject, 0)
             if found is None:
-                if left > 1:
-                    self.cooldown[place] = left - 1
-            elif left or begun is None:
-                self.cooldown[place] = self.calm
-                cause, advice = _TEXTS[found.text or self.kind]
-                begun = (
-                    begun
-                    if left
-                    else Event(
-                        step=reading.step,
-                        kind=self.kind,
-                        severity="info" if found.text == "not fallen" else self.severity,
-                        module=place[0] or None,
-                        value=found.value,
-                        evidence=found.evidence,
-                        cause=cause,
-                        advice=advice.format(pinned=pinned, layer=place[0]),
-                    )
-                )
-        return begun
+                if cooling > 1:
+                    self.cooldown[subject] = cooling - 1
+            elif cooling:  # it goes on
+                self.cooldown[subject] = self.readings_between
+            elif event is None:
+                self.cooldown[subject] = self.readings_between
+                event = self._event(reading.step, subject[0], found, pinned)
+        return event
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[tuple[str, str], Found | None]]:
-        """Take a reading in; of everything that is judged its layer and role, and the condition if it holds."""
+    def _event(self, step: int, layer: str, found: Found, pinned: str) -> Event:
+        cause, advice = _TEXTS[found.text or self.kind]
+        return Event(
+            step=step,
+            kind=self.kind,
+            severity="info" if found.text == "not fallen" else self.severity,
+            module=layer or None,
+            value=found.value,
+            evidence=found.evidence,
+            cause=cause,
+            advice=advice.format(pinned=pinned, layer=layer),
+        )
+
+    def conditions(self, reading: Reading) -> Iterable[tuple[Subject, Found | None]]:
+        """Add a reading to the windows; whether the condition holds, of the step or of each FP8 operand."""
         value = known(getattr(reading, self.reads))
         self.seen += value is not None
         return [(_STEP, None if value is None else self.judge(value, reading))]
 
     def judge(self, value: float, reading: Reading) -> Found | None:
-        """Take a known number in; the condition if it holds, whether or not it held before."""
+        """Add a known number to the windows; the condition if it holds, whether or not it held before."""
         raise NotImplementedError
 
 
@@ -397,7 +399,7 @@ class LossDivergence(Rule):
 
     kind, reads = "loss_divergence", "loss"
     severity = "error"
-    calm = 50
+    readings_between = 50
     #: the lowest median of a window, and the standard deviation in it
     lowest, spread = math.inf, 0.0
 
@@ -450,7 +452,7 @@ class LossPlateau(Rule):
     """
 
     kind, reads = "loss_plateau", "loss"
-    calm = 100
+    readings_between = 100
     #: the largest median update ratio of half a window
     peak = 0.0
 
@@ -487,11 +489,11 @@ class LossPlateau(Rule):
     def _why(self, start: float, losses: Window, norms: Window, ratios: Window, rates: Window) -> str | None:
         level = median(losses)
         if level != 0 and full(norms) and norms[-1] == 0 and median(norms) == 0:
-            return "cut off"
+            return "zero gradients"
         least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
         still = full(ratios) and median(ratios) <= least
         if still and not (full(rates) and max(rates) > _STEADY * min(rates)):
-            return "no rate" if rates and rates[-1] == 0 else "still"
+            return "zero rate" if rates and rates[-1] == 0 else "still"
         rising = full(rates) and rates[-1] > _STEADY * rates[0]
         return None if rising or start - level >= self.settings.plateau_progress * abs(start) else "not fallen"
 
@@ -538,7 +540,7 @@ class SkipStreak(Rule):
     """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
 
     kind, reads = "skip_streak", "skips_in_a_row"
-    calm = 1
+    readings_between = 1
     #: how many of the skips in a row were made while the scale was still above
     searching = 0
 
@@ -595,13 +597,13 @@ class ThroughputDrop(Rule):
     """
 
     kind = "throughput_drop"
-    calm = 100
+    readings_between = 100
     #: the largest median of a window
     best = 0.0
     #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
     slow, fastest, lost = 0, 0.0, 0.0
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[tuple[str, str], Found | None]]:
+    def conditions(self, reading: Reading) -> Iterable[tuple[Subject, Found | None]]:
         self.reads = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
         return super().conditions(reading)
 
@@ -629,15 +631,18 @@ class ThroughputDrop(Rule):
 class OperandRule(Rule):
     """One condition on each operand of each FP8 layer; the event names the layer and the operand."""
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[tuple[str, str], Found | None]]:
-        for place, operand in reading.fp8.items():
-            if math.isfinite(operand.amax) and math.isfinite(operand.scale):
-                found = self.judge_operand(operand, place)
+    def conditions(self, reading: Reading) -> Iterable[tuple[Subject, Found | None]]:
+        for subject, operand in reading.fp8.items():
+            if not (math.isfinite(operand.amax) and math.isfinite(operand.scale)):
+                continue
+            found = self.judge_operand(operand, subject)
+            if found is not None:
                 numbers = {"amax": operand.amax, "scale": operand.scale}
-                yield place, found and found._replace(evidence={"role": place[1], **found.evidence, **numbers})
+                found = found._replace(evidence={"role": subject[1], **found.evidence, **numbers})
+            yield subject, found
 
-    def judge_operand(self, operand: Operand, place: tuple[str, str]) -> Found | None:
-        """Take the numbers of the operand at ``place``, a layer and a role, in; the condition if it holds."""
+    def judge_operand(self, operand: Operand, subject: Subject) -> Found | None:
+        """Add the operand's numbers to the windows; the condition if it holds."""
         raise NotImplementedError
 
 
@@ -646,8 +651,8 @@ class FP8Underflow(OperandRule):
 
     kind = "fp8_underflow"
 
-    def judge_operand(self, operand: Operand, place: tuple[str, str]) -> Found | None:
-        window = self.window(place, self.settings.underflow_patience)
+    def judge_operand(self, operand: Operand, subject: Subject) -> Found | None:
+        window = self.window(subject, self.settings.underflow_patience)
         window.append(operand.flushed)
         if not full(window) or min(window) < self.settings.underflow_share:
             return None
@@ -659,15 +664,15 @@ class ScaleJump(OperandRule):
 
     kind = "scale_jump"
 
-    def judge_operand(self, operand: Operand, place: tuple[str, str]) -> Found | None:
-        window, power = self.window(place, self.settings.jump_steps), math.log2(operand.scale)
+    def judge_operand(self, operand: Operand, subject: Subject) -> Found | None:
+        window, power = self.window(subject, self.settings.jump_steps), math.log2(operand.scale)
         last = list(window)
         window.append(power)
         if len(last) < self.settings.jump_steps:
             return None
         before = median(last)
         # A gradient's scale rises without limit where a model has learned its data: that is no fault.
-        far = before - power if place[1] == "gradient" else abs(power - before)
+        far = before - power if subject[1] == "gradient" else abs(power - before)
         if far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * sigma(last, before)):
             return None
         numbers = {"before": 2.0**before, "factor": 2.0 ** (power - before), "steps": len(window)}
@@ -678,8 +683,16 @@ class ScaleJump(OperandRule):
 
 #: in the order in which their events are reported
 _RULES: tuple[type[Rule], ...] = (
-    *(GradNormSpike, LossPlateau, LossDivergence, LostUpdates, ScaleCollapse, SkipStreak),
-    *(ScaleJump, FP8Underflow, ThroughputDrop, MemoryGrowth),
+    GradNormSpike,
+    LossPlateau,
+    LossDivergence,
+    LostUpdates,
+    ScaleCollapse,
+    SkipStreak,
+    ScaleJump,
+    FP8Underflow,
+    ThroughputDrop,
+    MemoryGrowth,
 )
 
 
@@ -688,7 +701,7 @@ class Alerts:
 
     def __init__(self, settings: bool | Mapping[str, Any] | AlertSettings | None = None) -> None:
         self.settings = AlertSettings.of(settings)
-        #: what is advised is written as the plan's own fields, rather than as callbacks
+        #: whether advice names the plan's fields, rather than callbacks
         self.under_plan = False
         self.rules = [rule(self.settings) for rule in _RULES if rule.kind in self.settings.kinds]
 
@@ -699,9 +712,9 @@ class Alerts:
         the optimizer's step and the rest after it.
         """
         pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
-        begun = [rule.begins(reading, pinned) for rule in self.rules if rule.kind in only]
-        return [event for event in begun if event is not None]
+        events = [rule.evaluate(reading, pinned) for rule in self.rules if rule.kind in only]
+        return [event for event in events if event is not None]
 
     def holds(self, kind: Kind) -> bool:
         """Whether the condition of a step's rule held in the last reading, though its event may have come before."""
-        return any(rule.kind == kind and rule.cooldown.get(_STEP) == rule.calm for rule in self.rules)
+        return any(rule.kind == kind and rule.cooldown.get(_STEP) == rule.readings_between for rule in self.rules)
