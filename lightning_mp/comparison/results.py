@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_mp.errors import counted, in_bytes, is_number
+from lightning_mp.errors import counted, is_number
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.report.charts import Panel, draw
 from lightning_mp.monitor.report.load import Run, Series
@@ -162,7 +162,8 @@ class Comparison:
         console = Console(file=output, width=width)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for index, name in enumerate(heads(self)):
-            table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", no_wrap=True)
+            # in a narrow terminal cells are folded: nothing of a number or a verdict is left out
+            table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", overflow="fold")
         for row in rows(self):
             table.add_row(*row)
         console.print(table, highlight=False)
@@ -269,20 +270,27 @@ def student_t(confidence: float, freedom: int) -> float:
 
 def heads(comparison: Comparison) -> list[str]:
     """The columns' names; a comma is where a narrow one may break."""
-    rate = f"{comparison.plans[0].unit}/s, mean ± sd"
-    return ["plan", rate, "speed", "peak memory, mean ± sd", "final loss, mean ± sd", *_PAIRED]
+    first = comparison.plans[0]
+    peak = f"peak {_memory_unit(first)[0]}, mean ± sd"
+    return ["plan", f"{first.unit}/s, mean ± sd", "speed", peak, "final loss, mean ± sd", *_PAIRED]
+
+
+def _memory_unit(first: PlanResult) -> tuple[str, int]:
+    """The unit of a column, and its bytes: MiB, or KiB for a model that takes less than one."""
+    return ("KiB", 2**10) if first.peak_bytes and first.peak_bytes.mean < 2**20 else ("MiB", 2**20)
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
     """The cells of every plan, the first without a difference."""
-    base = comparison.plans[0].rate
+    first = comparison.plans[0]
+    base, unit = first.rate, _memory_unit(first)[1]
     found = [
         [
             plan.name,
-            _with_sd(plan.rate, "{:,.0f}".format if plan.rate and plan.rate.mean >= _FEW else "{:.3g}".format),
+            _with_sd(plan.rate, "{:,.0f}" if plan.rate and plan.rate.mean >= _FEW else "{:.3g}"),
             f"{plan.rate.mean / base.mean:.2f}x" if plan.rate and base else NOTHING,
-            _with_sd(plan.peak_bytes, in_bytes),
-            _with_sd(plan.final_loss, "{:.4f}".format),
+            _with_sd(plan.peak_bytes, "{:,.1f}", unit),
+            _with_sd(plan.final_loss, "{:.4f}"),
         ]
         for plan in comparison.plans
     ]
@@ -293,10 +301,11 @@ def rows(comparison: Comparison) -> list[list[str]]:
     return found
 
 
-def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
+def _with_sd(spread: Spread | None, form: str, unit: float = 1) -> str:
     if spread is None:
         return NOTHING
-    return form(spread.mean) + ("" if spread.sd is None else f" ± {form(spread.sd)}")
+    mean = form.format(spread.mean / unit)
+    return mean if spread.sd is None else f"{mean} ± {form.format(spread.sd / unit)}"
 
 
 def signed(value: float) -> str:

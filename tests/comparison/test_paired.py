@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightning_mp.comparison.results import compare_losses, student_t
+from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, student_t
+from lightning_mp.policy import PrecisionPolicy
 
 
 # as scipy has them
@@ -63,3 +64,17 @@ def test_the_interval_is_the_means_second_minus_first() -> None:
     # as scipy has it
     assert found.interval == pytest.approx((-0.357242, 0.957242), abs=1e-5)
     assert found.margin == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_the_table_leaves_nothing_out_of_a_cell(width: int) -> None:
+    runs = tuple(RunResult(seed, (1.0,), 1.2 + seed, 61234.5 + 900 * seed, "tokens", 2**35 + seed) for seed in range(3))
+    names = "32-true", "bf16-mixed", "a_plan_with_quite_a_long_name"
+    plans = tuple(PlanResult(name, PrecisionPolicy(precision="bf16-mixed"), runs) for name in names)
+    losses = [(name, {run.seed: run.final_loss for run in runs}) for name in names]
+    pairs = tuple(compare_losses(losses[0], other, None) for other in losses[1:])
+    text = Comparison(plans, pairs, (0, 1, 2), 30, 3, {}).to_text(width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for whole in ("bf16-mixed", "62,134 ± 900", "32,768.0 ± 0.0", "same") if width == 110 else ("62,134", "same"):
+        assert whole in text
