@@ -127,10 +127,12 @@ def _hydras_own(faults: Faults, path: Path | None) -> Generator[None]:
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         said = one_line(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
         said = said.partition(" Config search path:")[0].replace(_STORED, path.name if path else "train.yaml")
-        missing = re.search(r"Could not find 'plan/([^']*)' Available options in '\S+': (.*)", said)
+        missing = re.search(r"Could not find '(\w+)/([^']*)' Available options in '\S+': (.*)", said)
         fix = "+key=value adds a key, and a value with commas, braces or spaces wants quotes"
         if missing is not None:
-            fix = precision_fix(missing.group(1), (), missing.group(2).split())
+            group, option, known = missing.groups()
+            other = "choose one of these, or check --config-dir"
+            fix = precision_fix(option, (), known.split()) if group == "plan" else other
         where = "" if path is None or path.name in said else f"{path.name}: "
         faults.add(f"the config does not compose: {where}{said}", fix)
         faults.raise_if_any()
@@ -251,6 +253,8 @@ def _argument(override: Override) -> list[str]:
     if key == "strategy" and isinstance(value, str):
         known, also = LIGHTNINGS.get(value.lower(), (value.removeprefix("mp_"), {}))
         return [f"strategy={known}", *(f"++strategy.{keyword}={setting}" for keyword, setting in also.items())]
+    if isinstance(value, (int, float)):
+        text = f"{key}='{value}'"  # Hydra chooses from a group by text alone
     return [f"++{text}" if isinstance(value, dict) else text]
 
 
@@ -378,7 +382,7 @@ def _targets(value: Any, path: str) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:
     target = str(given["_target_"])
-    if not callable(pydoc.locate(target)):
+    if not callable(_located(target)):
         faults.add(f"{path}._target_: {target} names no class or function", "check that package.module.Name imports")
         return
     takes = signature_of(target)
@@ -396,6 +400,18 @@ def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:
 def signature_of(target: str) -> inspect.Signature | None:
     """What the class or function of that name takes; ``None`` where it does not say."""
     try:
-        return inspect.signature(cast("Any", pydoc.locate(target)))
+        return inspect.signature(_located(target))
     except (TypeError, ValueError):
         return None
+
+
+def _located(target: str) -> Any:
+    """What a ``_target_`` names, or ``None``.
+
+    Raises:
+        Exception: what the user's own module raises when it is imported.
+    """
+    try:
+        return pydoc.locate(target)
+    except pydoc.ErrorDuringImport as error:
+        raise cast("Exception", error.value) from None

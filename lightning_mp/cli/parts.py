@@ -73,7 +73,8 @@ def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     if isinstance(built, dict) and "train" in built and built.keys() <= {"train", "val"}:
         return {f"{name}_dataloaders": loader for name, loader in built.items()}
     if isinstance(built, (dict, str, int)):
-        faults.add(f"data: {built!r}", "write '_target_: package.Class', or the keys train and val")
+        said = f"the keys {', '.join(map(str, built))}" if isinstance(built, dict) else repr(built)
+        faults.add(f"data: {said}", "write '_target_: package.Class', or the keys train and val")
         return {}
     return fit_arguments(built)
 

@@ -52,6 +52,7 @@ ARGUMENTS = {
     "gone.yaml": ("'gone.yaml', which is no file", "check the path"),
     "plan=fp32,bf16": ("Ambiguous value for argument 'plan=fp32,bf16'", ""),
     "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
+    "trainer=3": ("Could not find 'trainer/3'", "--config-dir"),
     "max_steps=10": ("Could not override 'max_steps'", "+key=value"),
     "trainer.max_stps=1": ("trainer.max_stps", "'max_steps'"),
     "seed=abc": ("seed='abc'", "seed=0"),
@@ -104,6 +105,15 @@ def test_data_without_a_target_are_refused_before_a_step(tmp_path: Path) -> None
     text = PLAIN.replace("data:\n  _target_: support.training.loader\n  rows: 12", "data: support.training.loader")
     (fault,) = refusal(write(tmp_path, text))
     assert "data: 'support.training.loader'" in fault.given
+    text = text.replace("data: support", "data: {train: 1, test: 2} #")
+    (fault,) = refusal(write(tmp_path, text))
+    assert fault.given == "data: the keys train, test"
+
+
+def test_a_module_of_the_users_that_does_not_import_keeps_its_own_error(tmp_path: Path) -> None:
+    write(tmp_path, "import nothing_there\n", "broken_on_import.py")
+    with pytest.raises(ModuleNotFoundError, match="nothing_there"):
+        refusal(write(tmp_path, PLAIN.replace("support.training.Net", "broken_on_import.Net")))
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
