@@ -159,7 +159,7 @@ class TrainingHealth(WritesRun):
         """Run the doctor, while the model is as the user made it."""
         check_copy(trainer, _NAME)
         self._findings = None
-        # what is sharded since an earlier run, the doctor, on one rank, cannot read
+        # the doctor runs on one rank, and cannot read weights that an earlier run has sharded
         split = any(hasattr(p, "to_local") or is_partitioned(p) for p in pl_module.parameters())
         if stage != "fit" or not trainer.is_global_zero or split:
             return
@@ -191,7 +191,7 @@ class TrainingHealth(WritesRun):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not time the start of the data loader."""
-        self._here.throughput.pauses()
+        self._active.throughput.pauses()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not time validation, and write the loss that it logged."""
@@ -208,7 +208,7 @@ class TrainingHealth(WritesRun):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a reading, if one is due."""
-        run = self._here
+        run = self._active
         run.steps.batch_starts(trainer)
         if run.step.ended or begins_window(trainer, batch_idx):
             run.step = _Step(measures=run.until_reading == 0)
@@ -221,30 +221,30 @@ class TrainingHealth(WritesRun):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Record the loss."""
-        run = self._here
+        run = self._active
         run.steps.backward()
         if run.step.measures:
             run.measured.add_loss(loss, run.source)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients; where the step may have to be skipped, run the alerts now."""
-        run = self._here
+        run = self._active
         if not run.steps.begins(trainer):
             return
         run.count.before_step()
         if run.step.measures:
             run.measured.before_step(optimizer, run.source, self._reduce.factor)
-            if run.looks_before and run.step.early is None:
-                self._look_before(run, run.step, trainer, optimizer)
+            if run.checks_before_step and run.step.before is None:
+                self._check_before_step(run, run.step, trainer, optimizer)
 
-    def _look_before(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
+    def _check_before_step(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
         """Read what is known before the step, and leave the step out where the user wants that."""
-        step.early = run.to_host.read({**run.measured.take(), **run.count.values()})
-        reading = step.reading(run.measured.derived(step.early), run.floor)
+        step.before = run.to_host.read({**run.measured.take(), **run.count.values()})
+        reading = step.reading(run.measured.derived(step.before), run.floor)
         found = self._alerts.judge(reading, only=self._skips)
         if run.automatic:
-            step.early_events = self._nonfinite(trainer, step, reading, changed=False)
-        bad = [event for event in step.early_events if event.is_alert and event.kind in self._skips]
+            step.events_before = self._nonfinite(trainer, step, reading, changed=False)
+        bad = [event for event in step.events_before if event.is_alert and event.kind in self._skips]
         spikes = "grad_norm_spike" in self._skips and self._alerts.holds("grad_norm_spike")
         # every non-finite one of a streak is left out, of which the first has an event
         streak = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
@@ -253,15 +253,15 @@ class TrainingHealth(WritesRun):
             step.suppressed = True
             run.suppressed += 1
             applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
-            step.early_events = [applied_nothing(event) if event.is_alert else event for event in step.early_events]
+            step.events_before = [applied_nothing(event) if event.is_alert else event for event in step.events_before]
             acts.suppress(optimizer, run.source.scaler if isinstance(run.source, StockSource) else None)
-        step.early_events += found
+        step.events_before += found
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Send the step's numbers to the host; log those that have arrived, run the alerts, act."""
-        run = self._here
+        run = self._active
         run.throughput.batch_ends()
         if run.steps.batch_ends():
             run.count.after_batch()
@@ -283,9 +283,9 @@ class TrainingHealth(WritesRun):
         run.to_host.send(values, partial(self._arrived, trainer, step))
 
     def _arrived(self, trainer: Trainer, step: _Step, late: Read) -> None:
-        """The numbers of a step are on the host."""
-        run, table = self._here, late.pop(_FP8)
-        values = run.measured.derived({**(step.early or {}), **late})
+        """Log the numbers of a step, now on the host, run the alerts on them, and act."""
+        run, table = self._active, late.pop(_FP8)
+        values = run.measured.derived({**(step.before or {}), **late})
         operands: dict[tuple[str, str], Operand] = {}
         if table is not None and run.measured.fp8 is not None:
             found = run.measured.fp8.watch.operands(table)
@@ -300,8 +300,8 @@ class TrainingHealth(WritesRun):
         log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
         if operands:
             self._log.fp8(step.number, operands)
-        events = step.early_events
-        if not (run.looks_before and run.automatic):
+        events = step.events_before
+        if not (run.checks_before_step and run.automatic):
             # skipped for what was finite when it was measured: a hook that came later changed it
             finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
             changed = reading.skipped and not step.suppressed and finite
@@ -311,8 +311,8 @@ class TrainingHealth(WritesRun):
             self._log.event(trainer, self._act(event, trainer, step))
 
     def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
-        """The event of a non-finite step; a NonFiniteGuard writes its own."""
-        run = self._here
+        """The event of a non-finite step, none where a NonFiniteGuard writes its own."""
+        run = self._active
         alert = None if run.guard is not None else run.classifier.judge(reading, changed=changed)
         if alert is None:
             return []
@@ -331,7 +331,7 @@ class TrainingHealth(WritesRun):
         return [event]
 
     @property
-    def _here(self) -> _Run:
+    def _active(self) -> _Run:
         assert self._run is not None, "on_train_start comes first"
         return self._run
 
@@ -340,7 +340,7 @@ class TrainingHealth(WritesRun):
     def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
         """Carry out the action for ``event``; the event with the action taken."""
         action = self.actions.get(event.kind, "log")
-        if not event.is_alert or action == "log" or self._here.failed:
+        if not event.is_alert or action == "log" or self._active.failed:
             return event
         if action == "skip":
             return replace(event, action="skip" if step.suppressed else "log")
@@ -398,14 +398,14 @@ class _Step:
     #: steps since the last reading
     count: int = 1
     #: what was read before the optimizer stepped, and the events found in it
-    early: Values | None = None
-    early_events: list[Event] = field(default_factory=list[Event])
+    before: Values | None = None
+    events_before: list[Event] = field(default_factory=list[Event])
     replayer: Replayer = field(default_factory=Replayer)
     #: whether it was left out for an alert
     suppressed: bool = False
 
     def reading(self, values: Values, floor: float) -> Reading:
-        """The numbers as the alerts want them; ``floor`` is the lowest loss scale."""
+        """The numbers for the alerts; ``floor`` is the lowest loss scale."""
         scale, seconds = values[metric_names.LOSS_SCALE], values[SECONDS]
         return Reading(
             step=self.number,
@@ -458,8 +458,8 @@ class _Run:
             skipped_for = plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
         self.applies_bad_steps = not (self.guard or skipped_for)
         #: whether numbers are read before the optimizer's step: to leave it out, or to find out what went wrong while
-        #: weights are as they were, which is not done on CUDA, where the look would wait for the device
-        self.looks_before = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
+        #: weights are as they were, which is not done on CUDA, where it would be a device sync
+        self.checks_before_step = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
         self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
         self.step = _Step(measures=True, ended=True)
         #: optimizer steps to the next reading, and since the last

@@ -37,10 +37,14 @@ SECTIONS: Mapping[str, str | None] = {
 }
 #: settings of the run next to its sections
 SETTINGS: Mapping[str, Any] = {"seed": 0, "ckpt_path": None, "run_dir": None}
-#: Trainer arguments that are set elsewhere
+#: Trainer arguments, and where they are set instead
 _ELSEWHERE = {"callbacks": "callbacks", "precision": "plan.precision", "strategy": "strategy"}
-#: Hydra's groups for what this command does itself: where a run writes, and what logs
-_OURS: Mapping[str, str | None] = {"hydra/output": None, "hydra/job_logging": "none", "hydra/hydra_logging": "none"}
+#: Hydra's groups for what the command itself decides: where a run writes, and what logs
+_RUN_GROUPS: dict[str, str | None] = {
+    "hydra/output": None,
+    "hydra/job_logging": "none",
+    "hydra/hydra_logging": "none",
+}
 _STORED = "lightning_mp_train"
 _NEEDED = {"model": "model=llama_tiny", "plan": "plan=bf16"}
 #: how the processes that a run starts know its folder
@@ -90,22 +94,22 @@ def composed(
         faults.raise_if_any()
     path, overrides = _split(arguments)
     root = path or Path(str(files("lightning_mp.configs"))) / "train.yaml"
-    # this package's own folder would hide what the user's folders call alike
+    # first: else this package's groups would hide the user's of the same name
     first = config_dirs[0] if path is None and config_dirs else root.parent
     experiment = next((text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")), "")
     name = _file_name(experiment or root.stem) if command == "train" else command
     default, places = Path(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"), Places()
     with _importable(path):
         runs: list[tuple[DictConfig, Path, list[str], list[str]]] = []
-        with _hydras_own(faults, path):
+        with _hydra_errors(faults, path):
             written = _mapping(root, faults)
             if path is not None:
                 places.add(path)
             with initialize_config_dir(str(first.resolve()), job_name=root.stem, version_base="1.3"):
                 for parsed, swept in _runs(overrides, multirun=multirun):
                     chosen = {one.key_or_group for one in parsed if not isinstance(one.value(), dict)}
-                    given = [text for one in parsed for text in _argument(one)]
-                    whole = _compose(_node(written, config_dirs, chosen), given)
+                    given = [text for one in parsed for text in _hydra_arguments(one)]
+                    whole = _compose(_primary_config(written, config_dirs, chosen), given)
                     home = _folder(whole, default)
                     runs.append((whole, home / _file_name(",".join(swept)) if swept else home, given, swept))
                     for one in parsed:
@@ -116,8 +120,8 @@ def composed(
 
 
 @contextmanager
-def _hydras_own(faults: Faults, path: Path | None) -> Generator[None]:
-    """What Hydra, OmegaConf or PyYAML refuse is one fault, in their words."""
+def _hydra_errors(faults: Faults, path: Path | None) -> Generator[None]:
+    """Turn what Hydra, OmegaConf or PyYAML raise into one fault, in their words."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -163,8 +167,8 @@ def _importable(config: Path | None) -> Generator[None]:
 # ---------------------------------------------------------------------- the file, completed
 
 
-def _node(written: Mapping[str, Any], config_dirs: Sequence[Path], chosen: Collection[str]) -> dict[str, Any]:
-    """What a file says as Hydra composes it.
+def _primary_config(written: Mapping[str, Any], config_dirs: Sequence[Path], chosen: Collection[str]) -> dict[str, Any]:
+    """What a file says, as the primary config that Hydra composes.
 
     ``chosen`` are groups that the command line chooses from: they replace sections that the file writes out.
     An entry of the defaults list that the command line changes has to be there, so one of ``null`` is.
@@ -179,8 +183,8 @@ def _node(written: Mapping[str, Any], config_dirs: Sequence[Path], chosen: Colle
         defaults = [{"plan": plan}, *(entry for entry in defaults if _entry(entry)[1] != "plan")]
     own = [entry for entry in defaults if not _entry(entry)[0]]
     named = {_entry(entry)[1] for entry in own}
-    overrides = [entry for entry in defaults if _entry(entry)[0] and _entry(entry)[1] not in _OURS]
-    overrides += [{f"override {name}": option} for name, option in _OURS.items() if name not in chosen]
+    overrides = [entry for entry in defaults if _entry(entry)[0] and _entry(entry)[1] not in _RUN_GROUPS]
+    overrides += [{f"override {name}": option} for name, option in _RUN_GROUPS.items() if name not in chosen]
     added = [{name: None if name in body else file} for name, file in SECTIONS.items() if name not in named]
     own += [*([] if "_self_" in own else ["_self_"]), *([] if "experiment" in named else [{"experiment": None}])]
     hydra: dict[str, Any] = dict(body.pop("hydra", None) or {})
@@ -230,7 +234,7 @@ def _runs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Ov
         yield [*(one for one in parsed if one not in sweeps), *parser.parse_overrides(list(chosen))], list(chosen)
 
 
-def _argument(override: Override) -> list[str]:
+def _hydra_arguments(override: Override) -> list[str]:
     """As Hydra takes it: a plan by its precision, a strategy by its name in a Trainer, ``++`` where a key is new.
 
     Whether the class of a section takes such a key is looked at later; what is deeper in a model or in data may be a

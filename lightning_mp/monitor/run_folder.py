@@ -178,13 +178,13 @@ class RunFolder:
         for name in (METRICS, FP8, EVENTS):
             path = self.path / name
             if path.is_file():
-                kept = [line for line in path.read_bytes().splitlines() if _stays(line, step, name)]
+                kept = [line for line in path.read_bytes().splitlines() if _is_kept(line, step, name)]
                 if name == METRICS:
                     self.resumed_validated = bool(kept) and json.loads(kept[-1])[metric_names.STEP] == step
                 self._replace(name, "".join(f"{line.decode()}\n" for line in kept))
 
 
-def _stays(line: bytes, resumed_at: int, name: str) -> bool:
+def _is_kept(line: bytes, resumed_at: int, name: str) -> bool:
     try:
         row = json.loads(line)
         step = int(row[metric_names.STEP])

@@ -1,4 +1,4 @@
-"""What is done about a bad step, by NonFiniteGuard and by a plan: explained, saved, written down, rewound."""
+"""What NonFiniteGuard and a plan do about a non-finite step: explain it, save its batch, write an event, rewind."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def bad_step(
 
 
 class BadSteps:
-    """The bad steps of one run: run again, saved, written down and rewound; every rank makes the same calls.
+    """The non-finite steps of one run: they are explained, saved and rewound. Every rank makes the same calls.
 
     ``writer`` is who writes, for people; ``saves`` whether bad batches are saved, in
     ``<run folder>/nonfinite/step_000017_rank1.pt``, of at most ``MAX_STEPS`` steps a run; ``rewinds`` whether a
-    checkpoint may have to be loaded; ``budget`` how the number of skips that are allowed is written without a plan.
+    checkpoint may have to be loaded; ``budget`` is, without a plan, the argument that says how many skips are allowed.
 
     Raises:
         PlanError: another run, or a second ``writer`` of this one, is writing to the folder.
@@ -290,11 +290,11 @@ def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 class PlanRun(WritesRun):
-    """One fit under a plan: it says what it will do, has the doctor look, and acts on what the engine decides.
+    """One fit under a plan: it announces the plan, runs the cheap checks, and acts on what the engine decides.
 
-    Where bad batches are to be saved or rewound it is a callback, before all others. The engine decides and skips.
-    Where it would raise it leaves its verdict here, and the batch, which is still at hand at its end, is run again,
-    saved and written down; then the run is rewound, or ended with the error that the engine would raise.
+    Where bad batches are to be saved, or the run rewound, it is the first callback. The engine decides and skips steps.
+    Where it would raise, it leaves its verdict in ``deferred`` instead: at the end of the batch, which is still in
+    memory then, the batch is run again and saved, and the run is rewound or ends with the engine's error.
     """
 
     def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
@@ -313,14 +313,14 @@ class PlanRun(WritesRun):
         return self._plan.skipped_steps
 
     def begin(self, module: nn.Module, engine: StepEngine) -> None:
-        """The module is about to be changed: warn of what can be seen, tell people and loggers."""
+        """Before the module is changed: warn of what the cheap checks find, announce the plan, and log it."""
         if self.rule.watches:
             callbacks_of(self._trainer).insert(0, self)
         warn_at_fit(module, self._plan.policy)
         began(engine, module, self._trainer)
 
     def end(self) -> None:
-        """Undo it."""
+        """Remove the callback, and close the folder."""
         callbacks = callbacks_of(self._trainer)
         if self in callbacks:
             callbacks.remove(self)

@@ -180,7 +180,7 @@ def _replayed(
         inputs = step_inputs(trainer, kept.on(strategy.root_device), kept.batch_idx)
         with ExitStack() as stack:
             if not module.automatic_optimization:
-                _hold_steps(trainer, stack, run_backward)
+                _without_steps(trainer, stack, run_backward)
             if whole:  # past the wrapper, which would sum over ranks
                 stack.enter_context(trainer.precision_plugin.forward_context())
                 output = module.training_step(*inputs)
@@ -192,7 +192,7 @@ def _replayed(
         return torch.stack([loss.float().sum() for loss in losses]) if losses else None
 
     try:
-        with _aside(trainer, module, kept), torch.set_grad_enabled(backward):
+        with _replaying(trainer, module, kept), torch.set_grad_enabled(backward):
             origin = named(module, nonfinite.locate(module, run, backward=backward))
     except Exception as error:  # a diagnosis must not end a run that would have gone on
         notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
@@ -200,28 +200,28 @@ def _replayed(
     return origin, not all(bool(torch.isfinite(loss).all()) for loss in losses)
 
 
-def _hold_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
-    """Under manual optimization: backward is ours, and neither an optimizer nor a scheduler moves."""
+def _without_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
+    """Under manual optimization ``backward`` replaces the strategy's, and no optimizer or scheduler steps."""
 
-    def closed(_own: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_closure(_own: Any, *args: Any, **kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[-1] if args else None)
         return None if closure is None else closure()
 
-    def ours(_own: Any, loss: Tensor, _optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def run_backward(_own: Any, loss: Tensor, _optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         return backward(loss, *args, **kwargs)
 
-    held = [
-        Override(trainer.strategy, "backward", ours),
+    overrides = [
+        Override(trainer.strategy, "backward", run_backward),
         Override(trainer.strategy, "optimizer_step", lambda _own, _optimizer, closure, *_, **__: closure()),
-        *(Override(optimizer, "step", closed) for optimizer in trainer.optimizers),
+        *(Override(optimizer, "step", call_closure) for optimizer in trainer.optimizers),
         *(Override(config.scheduler, "step", lambda *_, **__: None) for config in trainer.lr_scheduler_configs),
     ]
-    for one in held:
+    for one in overrides:
         stack.callback(one.remove)
 
 
 @contextmanager
-def _aside(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
+def _replaying(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
     """Within, ``module`` is in the state in which it ran ``kept``; afterwards everything is as before."""
     device = trainer.strategy.root_device
     with ExitStack() as stack:
