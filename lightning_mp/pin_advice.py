@@ -1,4 +1,4 @@
-"""Which modules to pin to fp32, by measuring: what they compute and which gradients come of it, beside fp32's."""
+"""``suggest_pins``: which modules to pin to fp32, found by comparing outputs and gradients with those of fp32."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from lightning_mp.precision import MixedPrecisionPlan
 
 #: half a unit in the last place of a number in the format, relative to it
 ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in TORCH_DTYPES.items()}
-#: a module's own error in roundoffs: at most 1.9 in healthy models that were measured, 9.5 and more where it did harm
+#: a module's own error, in roundoffs, above which it is flagged. Measured: healthy up to 1.9, harmful from 9.5 on
 HARMFUL = 4.0
-#: an error of the gradients that rounding alone brings, in roundoffs, or at least
+#: an error of the gradients up to which it is rounding alone: in roundoffs, or as a number, whichever is larger
 ORDINARY, LEAST = 10.0, 0.02
-#: a parameter whose gradient is smaller than this part of the median is rounding alone, as a bias before a BatchNorm
+#: a gradient below this share of the median is rounding alone (a bias before a BatchNorm), and is left out
 ROUNDING_ALONE = 1e-4
-#: which part of a kind of module does harm where the kind is pinned and not the module
+#: the share of a class's modules that has to do harm before the class is pinned instead of the modules
 KIND = 0.7
-#: patterns that are tried at most, each by gradients
+#: how many patterns are tried at most; each costs a backward pass of every batch
 TRIED = 12
 
 #: gradients of a batch by parameter name
@@ -48,7 +48,7 @@ class PinRow:
     """One suggested pin.
 
     ``modules`` and ``params`` are the numbers of modules with parameters, and of parameters, that it covers;
-    ``error_before`` is the error of the gradients without this pin, ``error_after`` with it, both beside the others.
+    ``error_before`` is the error of the gradients without this pin, ``error_after`` with it, both with the other pins.
     """
 
     pattern: str
@@ -150,7 +150,7 @@ def suggest_pins(
 
 
 class _Search:
-    """The passes over copies of one module, and what they say of sets of pins."""
+    """Runs copies of one module under sets of pins, and compares their gradients."""
 
     def __init__(
         self, module: nn.Module, batches: Sequence[Any], plan: MixedPrecisionPlan, device: torch.device, rng: Any
@@ -218,7 +218,7 @@ class _Search:
             yield found
 
     def error(self, patterns: Sequence[str]) -> float | None:
-        """How far the gradients are from fp32's with these pins, 0 to 1; ``None`` where the pins cannot be."""
+        """The error of the gradients with these pins, 0 to 1; ``None`` where the module does not run with them."""
         key = tuple(patterns)
         if key not in self._errors:
             pins = (*(Pin(pattern, "fp32") for pattern in key), *self.policy.pins)
@@ -227,11 +227,11 @@ class _Search:
                 self._errors[key] = _distance(self._exact, found)
             except Exception:
                 if not key:
-                    raise  # the run itself cannot be
+                    raise  # it does not run without them either
                 self._errors[key] = None
         return self._errors[key]
 
-    # ------------------------------------------------------------------ what each module adds
+    # ------------------------------------------------------------------ the error of each module
 
     def harmful(self) -> dict[str, float]:
         """Names of the innermost modules that add an error of their own, in roundoffs, beyond what rounding does."""
@@ -264,7 +264,7 @@ class _Search:
     # ------------------------------------------------------------------ pins
 
     def advice(self, tolerance: float, max_pins: int) -> PinAdvice:
-        """The pins, and what each is good for."""
+        """The pins, each with the error without and with it."""
         before = cast("float", self.error(()))
         kept: list[str] = []
         if before > max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype]):
@@ -282,7 +282,7 @@ class _Search:
         return list(dict.fromkeys(_pattern(name, harmful, named) for name in worst))
 
     def _kinds(self) -> list[str]:
-        """Classes of modules, with the fewest parameters first, for harm that a forward does not show."""
+        """Classes of modules, the smallest first, for errors that arise in the backward pass alone."""
         sizes: dict[str, int] = {}
         for _, module in named_submodules(self._module):
             kind, size = original_class(module).__name__, sum(one.numel() for one in module.parameters())
@@ -291,9 +291,9 @@ class _Search:
         return sorted(sizes, key=lambda kind: sizes[kind])
 
     def _fewest(self, patterns: list[str], before: float, tolerance: float) -> list[str]:
-        """Of pins that halve the error together, those without which it grows again; none where they do not."""
+        """Pins that together at least halve the error, without those that can go; none where they do not halve it."""
         kept = [pattern for pattern in patterns[:TRIED] if self.error([pattern]) is not None]
-        # Together at first: of two heads that overflow, neither pin alone helps.
+        # All together first: where two heads overflow, pinning one alone does not help.
         best = self.error(kept) if kept else None
         if best is None or best > before / 2:
             return []
@@ -346,7 +346,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 def _each_call(
     root: nn.Module, planned: Mapping[str, nn.Module], own_error: Callable[..., float], found: dict[str, float]
 ) -> Generator[None, None, None]:
-    """Within, every call of a module below ``root`` is made again; the largest error by name goes to ``found``."""
+    """Within, every call of a module below ``root`` is measured; ``found`` gets the largest error of each name."""
     inside = False
 
     def called(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -357,7 +357,7 @@ def _each_call(
         try:
             with torch.no_grad():
                 found[name] = max(found.get(name, 0.0), own_error(module, planned[name], args, kwargs))
-        except Exception:  # a module that cannot be called apart from the others, or with rounded inputs
+        except Exception:  # a module that cannot be called by itself, or with rounded inputs
             found.setdefault(name, 0.0)
         finally:
             inside = False
@@ -371,7 +371,7 @@ def _each_call(
 
 
 def _pattern(name: str, harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]]) -> str:
-    """The class of the module, or its own last name, where nearly all of that do harm; else its whole name."""
+    """The module's class, or the last part of its name, where most modules of that do harm; else its whole name."""
     kinds = {other: original_class(module).__name__ for other, module in named if has_own_forward(module)}
     last = name.rpartition(".")[2]
     for pattern in (kinds[name], last):

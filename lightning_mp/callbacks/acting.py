@@ -34,7 +34,7 @@ class ActingCallback(RunCallback):
         raise TypeError(f"{type(self).__name__} must define apply()")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse to work beside a plan, then apply.
+        """Refuse to run next to a plan, then apply.
 
         Raises:
             PlanError: a MixedPrecisionPlan is present, or what was given does not fit the model.
@@ -43,7 +43,7 @@ class ActingCallback(RunCallback):
         check_copy(trainer, name)
         if isinstance(trainer.precision_plugin, MixedPrecisionPlan):
             fix = f"remove {name} and set MixedPrecisionPlan({self.plan_field}=...)"
-            raise PlanError.of(f"{name} beside {trainer.precision_plugin!r}", fix, name)
+            raise PlanError.of(f"{name} next to {trainer.precision_plugin!r}", fix, name)
         self._release(trainer)
         undo = self.apply(trainer, pl_module, Faults(name))
         if undo is not None:
@@ -64,7 +64,7 @@ class EnableTF32(ActingCallback):
             and says so.
 
     Raises:
-        PlanError: an unknown setting, or a MixedPrecisionPlan beside it (use its ``tf32=``).
+        PlanError: an unknown setting, or a MixedPrecisionPlan next to it (use its ``tf32=``).
     """
 
     plan_field = "tf32"
@@ -89,8 +89,8 @@ class DtypePinning(ActingCallback):
     has its own forward and its own dtypes back; going back to a narrower dtype rounds.
 
     Raises:
-        PlanError: a pattern that matches nothing, contradicting pins on tied weights, or a MixedPrecisionPlan beside it
-            (use its ``pins=``).
+        PlanError: a pattern that matches nothing, contradicting pins on tied weights, or a MixedPrecisionPlan next
+            to it (use its ``pins=``).
     """
 
     plan_field = "pins"
@@ -131,7 +131,7 @@ class ActivationCheckpointing(ActingCallback):
     ``configure_model`` do not exist yet when callbacks are set up, and cannot be matched.
 
     Raises:
-        PlanError: a pattern that matches nothing, or a MixedPrecisionPlan beside it (use its ``checkpointing=``).
+        PlanError: a pattern that matches nothing, or a MixedPrecisionPlan next to it (use its ``checkpointing=``).
     """
 
     plan_field = "checkpointing"
@@ -150,7 +150,7 @@ class ActivationCheckpointing(ActingCallback):
         self.config = Checkpointing(modules=modules, mode=mode, every=every, save_ops=ops, preserve_rng=preserve_rng)
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
-        """Checkpoint the matching modules."""
+        """Checkpoint the activations of the matching modules."""
         chosen = checkpointing.select(pl_module, self.config, faults)
         faults.raise_if_any()
         return checkpointing.apply(pl_module, chosen, self.config).close

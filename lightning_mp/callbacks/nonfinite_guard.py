@@ -55,7 +55,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
 
     Raises:
-        PlanError: a bad argument, a MixedPrecisionPlan beside it (use its ``nonfinite=``), ``"rewind"`` without a
+        PlanError: a bad argument, a MixedPrecisionPlan next to it (use its ``nonfinite=``), ``"rewind"`` without a
             ``ModelCheckpoint``, DeepSpeed, or an optimizer that evaluates its closure again (LBFGS).
     """
 

@@ -53,7 +53,7 @@ class PrecisionAudit(WritesRun):
             faults.one_of("on_mismatch", on_mismatch, ("warn", "raise"), "leave it out for 'warn'")
         self.steps, self.on_mismatch, self.run_dir = steps, on_mismatch, run_dir
         self.report: AuditReport | None = None
-        #: what was seen, for ``lightning_mp.audit(trainer)``
+        #: what was observed, for ``lightning_mp.audit(trainer)``
         self.record: Record | None = None
         self._folder: RunFolder | None = None
         self._watch: Watch | None = None
@@ -93,7 +93,7 @@ class PrecisionAudit(WritesRun):
                 end_run(self._folder, trainer, _NAME, error)
             self._watch = self._folder = None
 
-    # ------------------------------------------------------------------ the steps looked at
+    # ------------------------------------------------------------------ the audited steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._watch is None:
@@ -125,10 +125,10 @@ class PrecisionAudit(WritesRun):
             self._watch.stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._watch is not None:  # fewer steps than were to be looked at
+        if self._watch is not None:  # fewer steps than ``steps``
             self._conclude(trainer, self._watch)
 
-    # ------------------------------------------------------------------ what came out
+    # ------------------------------------------------------------------ the report
 
     def _conclude(self, trainer: Trainer, watch: Watch, failed: bool = False) -> None:
         modules, began = modules_of(trainer.lightning_module), self._began

@@ -86,7 +86,7 @@ class TrainingHealth(WritesRun):
       sample, counted in the first batch, times the throughput, over the device's peak; recomputation is not counted.
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
 
-    Nothing waits for the device: numbers are copied together, once per reading, and looked at when they have arrived,
+    Nothing waits for the device: numbers are copied together, once per reading, and evaluated when they have arrived,
     on CUDA at most 3 steps later. So late a ``"stop"`` or ``"reduce_lr"`` acts there, and a non-finite step that
     nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
     batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
@@ -430,13 +430,13 @@ class _Run:
 
     def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
         self.measured = StepMeasurement(trainer, module)
-        device, beside = trainer.strategy.root_device, callbacks_of(trainer)
+        device, callbacks = trainer.strategy.root_device, callbacks_of(trainer)
         self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
-        writers = (one for one in beside if isinstance(one, NonFiniteGuard | PlanRun))
+        writers = (one for one in callbacks if isinstance(one, NonFiniteGuard | PlanRun))
         #: what writes the events of bad steps itself
         self.guard = next((one for one in writers if isinstance(one, NonFiniteGuard) or one.rule.save_batch), None)
         #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
-        self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in beside)
+        self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in callbacks)
         # of several micro-batches, a step is long over when the next one is; and fewer windows wait in memory
         window = trainer.accumulate_grad_batches if module.automatic_optimization else 1
         self.to_host = ToHost(device, trainer.world_size, lag=max(1, LAG // window))

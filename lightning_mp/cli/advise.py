@@ -141,7 +141,7 @@ def _count(given: Any, faults: Faults) -> int:
 
 
 def _given(params: float | None, config: Path | None) -> Any:
-    """What the planner is asked about: a Llama of a size, or the fields of a transformers config."""
+    """What the planner gets: a Llama of a size, or the fields of a transformers config."""
     from lightning_mp.planner import ModelShape
 
     if (params is None) == (config is None):

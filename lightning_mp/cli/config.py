@@ -237,8 +237,8 @@ def _runs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Ov
 def _hydra_arguments(override: Override) -> list[str]:
     """As Hydra takes it: a plan by its precision, a strategy by its name in a Trainer, ``++`` where a key is new.
 
-    Whether the class of a section takes such a key is looked at later; what is deeper in a model or in data may be a
-    dict of the user's, whose keys Hydra looks at.
+    Whether the class of a section takes such a key is checked later. What is deeper in a model or in data may be a
+    dict of the user's, whose keys Hydra checks.
     """
     from lightning_mp.strategies.registry import LIGHTNINGS
 
@@ -321,7 +321,7 @@ def _resolved(
     """The config as plain values; sections in which something was noted are left out.
 
     Noted are sections of ``needed`` that are missing, values that are missing or do not resolve (in OmegaConf's words),
-    ``_target_`` that name nothing, and keys that what they name does not take. The plan is looked at where it is built.
+    ``_target_`` that name nothing, and keys that what they name does not take. The plan is checked where it is built.
     """
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException

@@ -59,8 +59,8 @@ def doctor(
 def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Device | None) -> list[Finding]:
     """What :func:`lightning_mp.doctor` finds. The model may be any ``torch.nn.Module``.
 
-    Without a plan the run is one of Lightning's own precisions: ``trainer.precision``. Data that give no batch for a
-    step are told on stderr.
+    Without a plan the run is one of Lightning's own precisions: ``trainer.precision``. Where the data give no batch for
+    a step, stderr says so.
     """
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import composed
@@ -84,7 +84,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
 
 
 def _batch(config: dict[str, Any], model: Any) -> Any:
-    """The first batch of the data; ``None`` where there is none, or a step would take minutes, which is told."""
+    """The first batch of the data; ``None``, and a line on stderr, without one or where a step would take minutes."""
     from lightning_mp.cli import parts
     from lightning_mp.numerics.dtypes import tensors_in
 
@@ -107,13 +107,13 @@ def _batch(config: dict[str, Any], model: Any) -> Any:
 
 def audit(
     arguments: Arguments = None,
-    steps: Annotated[int, typer.Option("--steps", help="How many optimizer steps are looked at.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", help="How many optimizer steps are audited.")] = 1,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Show which dtypes each module of a run really ran in.
 
-    Trains the first steps of what `train` would run, and holds dtypes against what was declared. Exit status 0 if all
-    is as declared, 1 if a module is not, 2 for bad input.
+    Trains the first steps of what `train` would run, and compares dtypes with those declared. Exit status 0 if all
+    are as declared, 1 if a module's are not, 2 for bad input.
 
     Example: lightning-mp audit experiment=llama_tiny plan=fp16
     """
@@ -154,11 +154,11 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
 
 def pins(
     arguments: Arguments = None,
-    steps: Annotated[int, typer.Option("--steps", help="How many batches are looked at.")] = 8,
+    steps: Annotated[int, typer.Option("--steps", help="How many batches are used.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print pins and rows as one JSON object.")] = False,
     config_dir: ConfigDirs = None,
 ) -> None:
-    """Compare the gradients of what `train` would run with fp32's, and show the fewest pins that bring them near.
+    """Compare the gradients of what `train` would run with those in fp32, and show the fewest pins that close the gap.
 
     Example: lightning-mp pins experiment=llama_tiny plan=bf16
     """
@@ -204,7 +204,7 @@ def collect() -> dict[str, Any]:
 
     from lightning_mp.monitor.run_log import versions
 
-    # torch says in its own for what it was built
+    # torch's own version says what it was built for
     found = {"system": platform.platform(), **versions(), "torch": str(torch.__version__)}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():

@@ -1,4 +1,4 @@
-"""``lightning_mp.compare``: plans side by side on one module and its data, seed by seed."""
+"""``lightning_mp.compare``: one module trained under several plans, seed by seed, and the runs behind it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from lightning_mp.strategies.registry import trainer_arguments
 TRIAL_STEPS = 2
 #: steps that are not timed at the beginning of a run, at most
 WARM_UP_STEPS = 5
-#: what a run has none of, whatever the user's Trainer has
+#: Trainer arguments that switch off what a compared run does not need
 _ALONE: Mapping[str, Any] = {**BARE, "logger": False}
 #: Trainer arguments that the comparison owns
 OWN = (*_ALONE, "max_steps", "precision", "min_steps", "max_time", "fast_dev_run")
@@ -111,14 +111,14 @@ class _Watch(Callback):
     _start: float | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Whatever random numbers a plan needed until here, the first order of the data is the same."""
+        """Seed, so that the data come in the same order, however many random numbers the plan has drawn so far."""
         self._seed(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seed(1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """And so is that of every later epoch."""
+        """Seed the order of the next epoch."""
         self._seed(2 + trainer.current_epoch)
 
     def _seed(self, number: int) -> None:
@@ -362,7 +362,7 @@ def compare(
 
 
 def check_numbers(seeds: Any, steps: Any, margin: Any, faults: Faults) -> None:
-    """Note what no comparison can be of."""
+    """Note numbers that make no comparison."""
     faults.whole("seeds", seeds, 1, "write 8: the interval narrows with every seed")
     faults.whole("steps", steps, 1, "write 100")
     if margin is not None and (not is_number(margin) or margin < 0):
@@ -388,7 +388,7 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
 
 
 def _first_steps(runs: Runs, named: Mapping[str, PrecisionPolicy]) -> dict[str, int | Exception | None]:
-    """The trial of every plan in seed 0; what refuses any of them is raised together."""
+    """The trial of every plan in seed 0; the errors of all plans that are refused are raised together."""
     refused: dict[Fault, list[str]] = {}
 
     def tried(name: str, policy: PrecisionPolicy) -> int | Exception | None:

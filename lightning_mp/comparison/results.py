@@ -1,4 +1,4 @@
-"""What a comparison came to: runs, each plan's paired difference from the first over seeds, its table and its files."""
+"""The results of a comparison: runs, each plan's paired difference from the first over seeds, the table, the files."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PAIRED = ("minus first, mean", "95 % interval", "verdict")
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run came to: ``losses`` is the training loss of every optimizer step (a mean over its micro-batches).
+    """The result of a run: ``losses`` is the training loss of every optimizer step (a mean over its micro-batches).
 
     ``final_loss`` is the mean of the last ones, NaN where one of them is not finite. ``rate`` is in ``unit`` ("tokens"
-    or "samples") a second, ``peak_bytes`` the allocator's. ``error`` is set, and the rest is empty, where it failed.
+    or "samples") a second, ``peak_bytes`` the allocator's. Where it failed, ``error`` is set and the rest is empty.
     """
 
     seed: int
@@ -61,7 +61,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """One plan's runs, a seed each, and what they come to; a spread is ``None`` where no run has such a number.
+    """One plan's runs, one per seed, and their spreads; a spread is ``None`` where no run has such a number.
 
     ``rate`` is in ``unit`` a second; ``peak_bytes`` the most that the device's allocator had given out.
     """
@@ -134,7 +134,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """What the second plan is beside the first."""
+        """The verdict on the second plan."""
         return self.differences[0].verdict
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class Difference:
 def compare_losses(
     first: tuple[str, Mapping[int, float | None]], second: tuple[str, Mapping[int, float | None]], margin: float | None
 ) -> Difference:
-    """What ``second`` lost or gained; each is a name and, by seed, a final loss: NaN if it diverged, None if it failed.
+    """The paired difference. Each plan is a name and its final losses by seed: NaN if it diverged, None if it failed.
 
     ``margin=None`` is half a percent of the first plan's mean final loss.
     """
@@ -315,7 +315,7 @@ def signed(value: float) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What the figures mean, a line each."""
+    """What the columns mean, and the reason of each verdict, a line each."""
     first, last = comparison.plans[0].name, comparison.final_loss_steps
     margins = dict.fromkeys(f"{one.margin:.4g}" for one in comparison.differences)
     mean = "training loss of the last step" if last == 1 else f"mean training loss of the last {last} steps"

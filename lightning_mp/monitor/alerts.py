@@ -299,7 +299,7 @@ class Rule:
     severity: ClassVar[Severity] = "warning"
     #: readings without the condition before the next event
     readings_between: ClassVar[int] = 10
-    #: how many numbers were looked at
+    #: how many known numbers there were so far
     seen = 0
 
     def __init__(self, settings: AlertSettings) -> None:
@@ -708,7 +708,7 @@ class Alerts:
     def judge(self, reading: Reading, *, only: Collection[Kind] = RULE_KINDS) -> list[Event]:
         """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
 
-        ``only`` restricts it to rules of those kinds. A rule judges a step once, so that some rules can be asked before
+        ``only`` restricts it to rules of those kinds. A rule evaluates a step once, so that some rules can run before
         the optimizer's step and the rest after it.
         """
         pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]

@@ -20,7 +20,7 @@ from lightning_mp.engines.skip_aware import Override
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 
-#: the Trainer's arguments of a few steps that are run to be looked at: nothing is validated, saved or shown
+#: Trainer arguments of a run of a few steps that is only observed: nothing is validated, saved or shown
 BARE: Mapping[str, Any] = {
     "max_epochs": -1,
     "limit_val_batches": 0,
@@ -47,7 +47,7 @@ def step_output(module: nn.Module, batch: Any, batch_idx: int = 0) -> Any:
 
 
 def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """Make each forward and backward pass of the training loop within a ``context()``; what puts the strategy back.
+    """Make each forward and backward pass of the training loop within a ``context()``; the function returned undoes it.
 
     torch pops dispatch modes from the top of its stack whoever pushed them, and a batch that begins may never end: a
     mode is entered and left in one frame, or it stays behind.
@@ -111,17 +111,17 @@ def untouched(root: nn.Module, device: torch.device) -> Generator[None, None, No
 
 
 def _kept(values: dict[str, Any], leave: frozenset[str] = frozenset()) -> Callable[[], None]:
-    """What brings the entries of ``values`` back, with what is in them."""
+    """A function that restores the entries of ``values``, and the contents of tensors and containers among them."""
     before = {name: (value, _copied(value)) for name, value in values.items() if name not in leave}
 
-    def bring_back() -> None:
+    def restore() -> None:
         for name in [name for name in values if name not in before and name not in leave]:
             del values[name]
         for name, (value, copied) in before.items():
             _fill(value, copied)
             values[name] = value
 
-    return bring_back
+    return restore
 
 
 def _copied(value: Any) -> Any:

@@ -142,7 +142,7 @@ def test_beside_a_plan_it_refuses_and_names_the_plans_field(name: str) -> None:
     before, numbers = _shape(module), weights(module)
     with pytest.raises(PlanError) as caught:
         fit(module, plugins=[plan_for(mode)], callbacks=[_build(name)])
-    assert f"{name} beside MixedPrecisionPlan('{mode}'" in str(caught.value)
+    assert f"{name} next to MixedPrecisionPlan('{mode}'" in str(caught.value)
     assert f"MixedPrecisionPlan({ACTING[name]}=...)" in str(caught.value)
     assert _shape(module) == before
     assert same_weights(weights(module), numbers)

@@ -127,7 +127,7 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
         return Declaration(by=by, pins=bound, compute=half, storage=half, frozen=True, state=state)
     storage = "fp32" if mixed else half
     if isinstance(strategy, FSDPStrategy):  # gathers in param_dtype: everything then runs in it, norms included
-        with warnings.catch_warnings():  # of what the user was told when the run began
+        with warnings.catch_warnings():  # Lightning has warned of it when the run began
             warnings.simplefilter("ignore")
             own: Any = strategy.mixed_precision_config
         dtypes = (getattr(own, name, None) for name in ("param_dtype", "reduce_dtype"))

@@ -301,7 +301,7 @@ def _hidden(root: nn.Module) -> set[int]:
     return found
 
 
-# ---------------------------------------------------------------------- where a run keeps what is looked at
+# ---------------------------------------------------------------------- modules and optimizer state of a run
 
 
 def modules_of(root: nn.Module) -> dict[str, nn.Module]:

@@ -35,7 +35,7 @@ Values = dict[str, float | None]
 Read = dict[str, Any]
 Measured = dict[str, Number | None]
 GIB = 2**30
-#: how many steps later numbers are looked at, at most
+#: how many steps later numbers are evaluated, at most
 LAG = 3
 #: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
 PIECES, PIECE = 16, 1024
@@ -157,7 +157,7 @@ class StepMeasurement:
     def take(self, done: Processed | None = None) -> Measured:
         """What was measured since the last call, the same on every rank: for :meth:`derived`, once it is on the host.
 
-        ``done`` is what this rank has processed since the last reading; without it, memory is not looked at.
+        ``done`` is what this rank has processed since the last reading; without it, memory is not measured.
         """
         norms, self._sums = self._sums.norms(), SquareSums(self._device, self._order)
         loss = torch.stack(self._losses).sum() if self._losses else None

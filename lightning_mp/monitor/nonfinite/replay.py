@@ -69,7 +69,7 @@ class KeptBatch:
 
 
 class Replayer:
-    """Keeps the micro-batches of the open accumulation window, and runs them again when asked what went wrong.
+    """Keeps the micro-batches of the open accumulation window, and runs them again to find what went wrong.
 
     The one at hand is kept by reference: what ``training_step`` changes in it in place stays changed. The window's
     earlier ones wait in host memory, so that no more than one stays on the device.
