@@ -108,7 +108,7 @@ def composed(
             with initialize_config_dir(str(first.resolve()), job_name=root.stem, version_base="1.3"):
                 for parsed, swept in _runs(overrides, multirun=multirun):
                     chosen = {one.key_or_group for one in parsed if not isinstance(one.value(), dict)}
-                    given = [text for one in parsed for text in _hydra_arguments(one)]
+                    given = [text for one in parsed for text in _hydra_arguments(one, written)]
                     whole = _compose(_primary_config(written, config_dirs, chosen), given)
                     home = _folder(whole, default)
                     runs.append((whole, home / _file_name(",".join(swept)) if swept else home, given, swept))
@@ -234,17 +234,18 @@ def _runs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Ov
         yield [*(one for one in parsed if one not in sweeps), *parser.parse_overrides(list(chosen))], list(chosen)
 
 
-def _hydra_arguments(override: Override) -> list[str]:
+def _hydra_arguments(override: Override, written: Mapping[str, Any]) -> list[str]:
     """As Hydra takes it: a plan by its precision, a strategy by its name in a Trainer, ``++`` where a key is new.
 
-    Whether the class of a section takes such a key is checked later. What is deeper in a model or in data may be a
-    dict of the user's, whose keys Hydra checks.
+    Whether a class takes such a key is checked later. What is deeper in a model or in data, and no call in the file as
+    ``written``, may be a dict of the user's, whose keys Hydra checks.
     """
     from lightning_mp.strategies.registry import LIGHTNINGS
 
     key, value, text = override.key_or_group, override.value(), str(override.input_line)
     section, _, name = key.partition(".")
     deep = "." in name and section in ("model", "data") and not isinstance(value, dict)
+    deep = deep and not _names_target(written, key.split(".")[:-1])
     if section not in SECTIONS or not text.startswith(key) or override.is_sweep_override() or deep:
         return [text]  # with +, ++ or ~ of its own, or what Hydra refuses
     if name:  # a list cannot be merged into a mapping
@@ -260,6 +261,13 @@ def _hydra_arguments(override: Override) -> list[str]:
     if isinstance(value, (int, float)):
         text = f"{key}='{value}'"  # Hydra chooses from a group by text alone
     return [f"++{text}" if isinstance(value, dict) else text]
+
+
+def _names_target(written: Any, path: Sequence[str]) -> bool:
+    """Whether what ``written`` has at ``path`` is a call: a mapping with a ``_target_``."""
+    for key in path:
+        written = cast("Mapping[str, Any]", written).get(key) if isinstance(written, Mapping) else None
+    return isinstance(written, Mapping) and "_target_" in written
 
 
 def _compose(node: dict[str, Any], arguments: list[str]) -> DictConfig:

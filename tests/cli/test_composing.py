@@ -37,6 +37,7 @@ CONFIGS = Path(lightning_mp.configs.__file__).parent
 GROUPS = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n"
 EXPERIMENT = "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n"
 SCALED = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 8}")
+NESTED = "data:\n  train:\n    _target_: support.training.loader\n    rows: 12"
 LIST = "plan.pins=[{pattern:'ln_*',dtype:fp32}]"
 TARGET = "lightning_mp.MixedPrecisionPlan"
 #: a file (or none), arguments, and what then stands at some keys; None is nothing
@@ -53,6 +54,11 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
         f"{GROUPS}  - _self_\nplan: {{tf32: high}}\n",
         "plan=bf16",
         {"plan": {"_target_": TARGET, "precision": "bf16-mixed"}},
+    ),
+    "an argument of a call within data": (
+        PLAIN.replace("data:\n  _target_: support.training.loader\n  rows: 12", NESTED),
+        "data.train.width=8",
+        {"data.train.width": 8},
     ),
     "a plan by its precision": (SCALED, "plan=bf16-true", {"plan": {"precision": "bf16-true"}}),
     "a section left out": (PLAIN, "callbacks=null", {"callbacks": None}),
