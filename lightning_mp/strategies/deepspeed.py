@@ -402,7 +402,7 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
         with deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0):
             found = load_own_tensors(part, left, f"{name}." if name else "")
         for names, more in zip((missing, unexpected, errors), found, strict=True):
-            names += more
+            names.extend(more)
     if strict and (missing or unexpected):
         errors.append(f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}")
     if errors:

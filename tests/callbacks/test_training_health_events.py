@@ -217,7 +217,7 @@ def test_a_run_whose_folder_is_refused_leaves_the_modules_hooks_alone(tmp_path: 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")  # the user's own
     module = Regression(PLAIN, lambda optimizer: LambdaLR(optimizer, lambda _: 1.0))
-    with pytest.raises(PlanError, match="holds run.json"):
+    with pytest.raises(PlanError, match=r"holds run\.json"):
         watched(tmp_path, module, {"actions": {"grad_norm_spike": "skip"}})
     assert "lr_scheduler_step" not in vars(module)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from support.models import batches
+from support.optimizers import EvaluatesTwice
 from support.oracles import plan_for
 from support.running import trainer
-from support.optimizers import EvaluatesTwice
 from support.sharded import HOSTS, PINS, Ranked, ddp, full, whole
 
 
