@@ -183,7 +183,7 @@ def test_the_error_names_the_guilty_rank_and_module_on_every_rank(ranks: Ranks, 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_are_written_as_for_ddp(ranks: Ranks, way: str) -> None:
-    """Own parameters, ``self(x)``, weights read in the step, frozen parts, attention, closures of an optimizer's own."""
+    """Own parameters, ``self(x)``, weights read in the step, frozen parts, attention, an optimizer's own closure."""
     _equal(ranks, WAYS[way], _within(WAYS[way]))
 
 
