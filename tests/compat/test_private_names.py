@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 import lightning_mp
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor
-from lightning_mp.compat import VERSIONS, checks, installed, transformers
+from lightning_mp.compat import VERSIONS, installed, transformers
 from lightning_mp.compat import torch as compat
 from support.models import Regression
 
@@ -104,7 +104,7 @@ def _only_for_development(bound: Requirement) -> bool:
     [("torch", "2.10.1+cu128"), ("torch", "2.14.0.dev20270101"), ("lightning", "2.5.6"), ("lightning", "3.0")],
 )
 def test_a_release_out_of_bounds_is_refused(name: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "installed", lambda asked: release if asked == name else installed(asked))
+    monkeypatch.setattr("lightning_mp.compat.installed", lambda asked: release if asked == name else installed(asked))
     bounds = VERSIONS[name]
     said = f"Got {name} {release}, which is not tested. Allowed: {name} {bounds}. Run pip install '{name}{bounds}'."
     starts = [
