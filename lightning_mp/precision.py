@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
 
 _NOTHING = nullcontext()
+#: what stays when another Trainer takes the plan; all other attributes belong to one Trainer's run
 _OF_ALL_RUNS = ("_declared", "_others", "_around", "_original", "_latest", "_ran")
 
 
@@ -118,15 +119,15 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     def _declare(self, policy: PrecisionPolicy) -> None:
         self.policy = self._declared = policy
         self._device = torch.device("cpu")
-        #: the present call of optimizer_step came to a step: not so where training_step returned None
+        #: whether the last call of optimizer_step made a step; it does not where training_step returned None
         self._stepped = False
-        #: what keeps schedulers still on a skip, from the first step on
+        #: keeps schedulers from moving on a skipped step; installed in the first step
         self._hooks: SkipAwareHooks | None = None
-        self._looks_again = False
+        self._checks_again = False
         self._run: PlanRun | None = None
-        #: what puts back the process-global switches and the methods that a run changes
+        #: restores the process-global switches and the methods that a run changes
         self._undo = ExitStack()
-        #: what other Trainers' runs left here, and the Trainers within whose running fit this one runs
+        #: the attributes of other Trainers' runs, and the Trainers whose running fit started this run, outermost first
         self._others: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
         self._around: list[Trainer] = []
         self._start_over()
@@ -171,7 +172,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         return self.loss_scaler.attempts if trainer is None else trainer.global_step
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no run: neither what it runs on nor what would have to be put back.
+        # A copy belongs to no run: it has no Trainer, no engine, and nothing to restore.
         detached = dict.fromkeys(("_trainer", "engine", "_fp8", "_run", "_hooks", "_original", "_latest"))
         others = {"_others": WeakKeyDictionary[Any, Any](), "_around": []}
         return {**self.__dict__, **detached, **others, "_undo": ExitStack()}
@@ -286,7 +287,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             original._latest = self  # its counts are asked for, which only a copy has
 
     def _put_aside(self, trainer: Trainer | None) -> None:
-        """Keep what the run of one Trainer left here, while another Trainer has the plan."""
+        """Keep the attributes of a Trainer's run while another Trainer has the plan."""
         if trainer is not None:
             self._others[trainer] = {name: one for name, one in vars(self).items() if name not in _OF_ALL_RUNS}
         self.engine, self._fp8, self._run = None, None, None
@@ -392,7 +393,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         if engine is None:
             raise RuntimeError("An optimizer step outside of a run, after fit. Call trainer.fit(...) again.")
         if self._hooks is None:
-            self._hooks, self._looks_again = SkipAwareHooks(), may_change_gradients(model)
+            self._hooks, self._checks_again = SkipAwareHooks(), may_change_gradients(model)
             self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
         self._stepped = False
         replay = None if engine.manual else partial(diagnosis.run_again, optimizer, model, closure)
@@ -402,7 +403,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         engine.unscale(optimizer)
         with engine.hook_watch:
             self._after_closure(model, optimizer)
-        if self._looks_again:
+        if self._checks_again:
             engine.check_finite_again(optimizer)
         if engine.gives_closure and optimizer_facts.takes_closure(type(optimizer)):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
@@ -414,7 +415,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         return result
 
     def _evaluate_again(self, engine: StepEngine, model: LightningModule, optimizer: Any, closure: Any) -> Any:
-        """The closure once more, of which the optimizer (LBFGS, SAM) makes what it makes under Lightning's plugins."""
+        """Run the closure once more for the optimizer (LBFGS, SAM), as Lightning's own plugins do."""
         engine.evaluates_again(optimizer)
         return self._wrap_closure(model, optimizer, closure)
 
@@ -431,7 +432,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     # ------------------------------------------------------------------ checkpoints and the end
 
     def teardown(self) -> None:
-        """Put back every process-global that was set; Lightning calls this after success and after failure."""
+        """Restore every process-global that was set; Lightning calls this after success and after failure."""
         plan_base.ended(self, self.trainer)
         self._release()
         if self._around:  # a run in a callback of another run, which goes on

@@ -80,7 +80,7 @@ class Zero:
         #: ``gradient_clipping`` of the JSON
         self.clip_of_json = float(optimizer.clip_grad)
 
-    def settle(self, scaler: Any, clip: float) -> None:
+    def install_scale(self, scaler: Any, clip: float) -> None:
         """Put the plan's scale (``None``: none) and norm in place of DeepSpeed's, or of a checkpoint's."""
         zero = self.optimizer
         if scaler is not None:

@@ -39,7 +39,7 @@ class StepEngine(ABC):
     gives_closure: ClassVar[bool] = True
     #: where optimizers that are known to evaluate it again are refused before the run, loss scale or not
     evaluates_once: ClassVar[str] = ""
-    #: what optimizers are given to step where that is no whole parameters, and how to call it
+    #: where optimizers do not step whole parameters: what they step instead, and the words for it
     steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
     #: around hooks in which users may look at gradients
     hook_watch: AbstractContextManager[Any] = _NOTHING
@@ -63,7 +63,7 @@ class StepEngine(ABC):
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
         self.last_norm: Tensor | None = None
-        #: why the run is to end, for whoever acts on it at the end of the batch; ``None`` where the step has to raise
+        #: why the run has to end, for a caller that acts on it after the batch; ``None`` where the step has to raise
         self.deferred: list[Verdict] | None = None
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
@@ -77,11 +77,11 @@ class StepEngine(ABC):
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
         self._loss: Tensor | None = None
-        self._said_again = False
-        #: what ends what ``connect`` put in the place of others' functions
+        self._announced = False
+        #: undoes the hooks and patches that ``connect`` installs
         self._connected = ExitStack()
         #: the number of steps after which the budget can first be spent
-        self._next_look = 0
+        self._next_check = 0
         #: of each parameter, whether it is trained
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -115,7 +115,7 @@ class StepEngine(ABC):
             )
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
-        """What tells the dtype in which each parameter of the checked module will be stored."""
+        """A function from a parameter of the checked module to the dtype it will be stored in."""
         assert self._module is not None
         other = to_torch(self.policy.storage_dtype)
         own = pins.kept_dtypes(self._module, other)
@@ -165,7 +165,7 @@ class StepEngine(ABC):
             for optimizer in filter(has_step_hooks, self.optimizers):
                 self._connected.callback(optimizer.register_step_pre_hook(self._refuse_untracked).remove)
         self.scaler.sync = max_over_ranks_ if self.distributed else None
-        self._next_look = 0
+        self._next_check = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
 
@@ -230,7 +230,7 @@ class StepEngine(ABC):
         scaler.check_finite_(optimizer)
 
     def check_finite_again(self, optimizer: Optimizer) -> None:
-        """The same once hooks of the user's have had the gradients."""
+        """Check again after the user's hooks, which may have changed the gradients."""
         self.scaler.check_finite_(optimizer)
 
     @abstractmethod
@@ -238,7 +238,7 @@ class StepEngine(ABC):
         """Clip by the global 2-norm, in fp32, and note it."""
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
-        """Clip every entry to ``[-value, value]``, which makes infinite ones finite: look before."""
+        """Clip every entry to ``[-value, value]``; checked first, since that makes infinite entries finite."""
         self.scaler.check_finite_(optimizer)
         held = [parameter for parameter in grads.parameters_of(optimizer) if parameter.grad is not None]
         if held:  # a pipeline's stage may be frozen, of which torch's function makes an error
@@ -261,8 +261,8 @@ class StepEngine(ABC):
         """
         if self.scaler.enabled:
             raise PlanError([self._again(optimizer)])
-        if not self._said_again:
-            self._said_again = True
+        if not self._announced:
+            self._announced = True
             rank_zero_info(
                 f"{type(optimizer).__name__} evaluates its closure again within a step: only gradients of the first "
                 "evaluation are checked for non-finite values, further ones are applied as they are"
@@ -297,7 +297,7 @@ class StepEngine(ABC):
         scaler = self.scaler
         if scaler.enabled and all(map(scaler.stepped, self.optimizers)):
             scaler.update()
-        if scaler.attempts >= self._next_look:
+        if scaler.attempts >= self._next_check:
             self.check_budget(replay)
 
     def close_group(self) -> None:
@@ -328,9 +328,9 @@ class StepEngine(ABC):
             self.deferred.append(verdict)
 
     def verdict(self) -> Verdict | None:
-        """Why the run has to end after the last step, if it has; the device is asked when it can first be so."""
+        """Why the run has to end after the last step, if it has; a device sync, as late as the budget allows."""
         rule, scaler = self.policy.nonfinite, self.scaler
-        if scaler.attempts < self._next_look:
+        if scaler.attempts < self._next_check:
             return None
         raises = rule.action == "raise"
         if scaler.enabled and raises and scaler.step_skipped and self._loss_is_bad():
@@ -342,7 +342,7 @@ class StepEngine(ABC):
             return Verdict(f"{many} with non-finite gradients, {allowed} allowed")
         if scaler.overflowed_at_min:
             return AT_MIN
-        self._next_look = scaler.attempts + 1 + min(allowed - streak, scaler.backoffs_left())
+        self._next_check = scaler.attempts + 1 + min(allowed - streak, scaler.backoffs_left())
         return None
 
     def _loss_is_bad(self) -> bool:
@@ -357,7 +357,7 @@ class StepEngine(ABC):
     def start_over(self) -> None:
         """The skips so far count no more: the run was rewound."""
         self.scaler.end_streak()
-        self._next_look = 0
+        self._next_check = 0
 
     @property
     def loss_scale(self) -> float | None:

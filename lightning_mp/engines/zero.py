@@ -31,7 +31,7 @@ from lightning_mp.modules.half_weights import CastAlone
 from lightning_mp.numerics.dtypes import to_torch
 
 _GRAD: Any = cast("Any", Tensor.grad)
-#: who may ask: they know where ZeRO keeps gradients
+#: packages that may read parameter.grad: they know where ZeRO keeps gradients
 _KNOW = ("deepspeed.", "lightning_mp.")
 #: clip_grad_norm_ and clip_grad_value_, which do nothing where gradients are None
 _CLIPS = "torch.nn.utils.clip_grad"
@@ -108,7 +108,7 @@ class ZeroEngine(StepEngine):
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
         if self._zero is not None and self._weights is not None:
             self._weights.loaded()
-            self._zero.settle(self.scaler if self.scaler.enabled else None, self._default_clip)
+            self._zero.install_scale(self.scaler if self.scaler.enabled else None, self._default_clip)
 
     # ------------------------------------------------------------------ the step
 
@@ -128,16 +128,16 @@ class ZeroEngine(StepEngine):
             self._running.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
 
     def after_backward(self) -> None:
-        """Under manual optimization, whoever looks for gradients, which are in partitions, is told until the step."""
+        """Under manual optimization, watch reads of ``parameter.grad`` until the step: ZeRO holds the gradients."""
         if self.manual and not self._watching:
             self._watching = True
             self._reads.__enter__()
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
-        """Before it, see what hooks did to weights; however it ends, afterwards nobody is told any more.
+        """Check first whether hooks changed weights; reads of gradients are watched no longer than the step.
 
-        The first sees what half weights are used for.
+        The first step also checks that weights gathered in half precision are used by autocast alone.
         """
         self.check_weights()
         halves, self.halves = self.halves, {}
@@ -146,7 +146,7 @@ class ZeroEngine(StepEngine):
             with super().training_step(), watch:
                 yield
         finally:
-            self._tell_no_more()
+            self._stop_watching_reads()
 
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
@@ -155,7 +155,7 @@ class ZeroEngine(StepEngine):
         with super()._first_step(module), away if split else nullcontext():
             yield
 
-    def _tell_no_more(self) -> None:
+    def _stop_watching_reads(self) -> None:
         if self._watching:
             self._reads.__exit__(None, None, None)
             self._watching = False
@@ -163,7 +163,7 @@ class ZeroEngine(StepEngine):
     def unscale(self, optimizer: Optimizer) -> None:
         """Left to the step, which divides by the plan's scale and asks every rank."""
         self._require_tracked("ZeRO")
-        self._tell_no_more()
+        self._stop_watching_reads()
         if self.scaler.enabled and self.scaler.stepped(optimizer):
             self.scaler.update()
 
@@ -238,13 +238,13 @@ class ZeroEngine(StepEngine):
         self._zero = self._weights = None
 
 
-# ------------------------------------------------------------------ what a ZeRO optimizer never hears of
+# ------------------------------------------------------------------ what a ZeRO optimizer does not see
 
 
 class GradientsElsewhere(TorchFunctionMode):
     """Within it, ``parameter.grad`` of a trained parameter is None, since ZeRO has moved it into its partitions.
 
-    Who reads it is warned, once; who sets it, or clips by it, would change nothing, and is refused.
+    Reading it warns once. Setting it, or clipping by it, would change nothing and raises.
     """
 
     def __init__(self) -> None:
@@ -305,13 +305,13 @@ class Weights:
         #: whether ZeRO-3 has split the weights themselves
         self.partitioned = bool(split)
         self.loaded()
-        self._undo = [after_gathered_change(parameter, self._heard) for parameter in split]
+        self._undo = [after_gathered_change(parameter, self._changed_while_gathered) for parameter in split]
         self._undo += [p.register_post_accumulate_grad_hook(self._note).remove for p in self._named.values()]
 
     def _note(self, parameter: Tensor) -> None:
         self._seen[id(parameter)] = None
 
-    def _heard(self) -> None:
+    def _changed_while_gathered(self) -> None:
         self._changed = True
         self.loaded()
 
@@ -337,7 +337,7 @@ class Weights:
         )
 
     def refuse_apart(self) -> None:
-        """After the first backward pass, raise on every rank where they have other gradients, which ZeRO mixes up."""
+        """After the first backward pass, raise on every rank if ranks have gradients of different parameters."""
         if self._compared or not dist.is_initialized():
             return
         self._compared = True
@@ -355,7 +355,7 @@ class Weights:
         )
 
     def refuse(self, *, moves: bool) -> None:
-        """Raise a RuntimeError where a step would change a weight as no device does; ``moves``: it keeps moments."""
+        """Raise a RuntimeError where a step would not be that of one device; ``moves``: the optimizer keeps moments."""
         _refuse(
             [name for name, parameter in self._frozen.items() if parameter.requires_grad],
             "unfrozen in a run with ZeRO, which partitions what is trained when the run starts",

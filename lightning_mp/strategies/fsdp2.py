@@ -355,8 +355,9 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
         # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
         torch.backends.mha.set_fastpath_enabled(False)
+        around = nullcontext() if training else engine.watch_reads(method)
         try:
-            with self._gathered_again() if manual else nullcontext() if training else engine.watch_reads(method):
+            with self._gathered_again() if manual else around:
                 output = self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)

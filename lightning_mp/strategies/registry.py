@@ -38,11 +38,13 @@ _DDP = ("lightning_mp.compat.lightning:DDPStrategy", "torch.nn.parallel:Distribu
 _FSDP1 = ("lightning_mp.compat.lightning:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
 _ZERO = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
 _OFFLOAD = {"cpu_offload": True}
-_STAGES: tuple[dict[str, Any], ...] = (
-    *({"stage": stage} for stage in (1, 2, 3)),
-    *({"stage": stage, "offload_optimizer": True} for stage in (1, 2)),
-    {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
-)
+
+
+def _zero(stage: int, **fixed: bool) -> Entry:
+    where = " with CPU offload" if fixed else ""
+    description = f"DeepSpeed ZeRO stage {stage}{where} under a plan"
+    return Entry("deepspeed:PlanDeepSpeedStrategy", description, {"stage": stage, **fixed}, _ZERO)
+
 
 STRATEGIES: dict[str, Entry] = {
     "auto": Entry("ddp:PlanDDPStrategy", "DDP, or one device where there is one", {}, _DDP),
@@ -54,15 +56,12 @@ STRATEGIES: dict[str, Entry] = {
     "fsdp2_offload": Entry("fsdp2:PlanFSDP2Strategy", "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
     "fsdp1_offload": Entry("fsdp1:PlanFSDP1Strategy", "FSDP1 under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
     "pipeline": Entry("pipeline.strategy:PlanPipelineStrategy", "stages of layers over ranks under a plan"),
-    **{
-        f"deepspeed_zero{fixed['stage']}{'_offload' * (len(fixed) > 1)}": Entry(
-            "deepspeed:PlanDeepSpeedStrategy",
-            f"DeepSpeed ZeRO stage {fixed['stage']}{' with CPU offload' * (len(fixed) > 1)} under a plan",
-            fixed,
-            _ZERO,
-        )
-        for fixed in _STAGES
-    },
+    "deepspeed_zero1": _zero(1),
+    "deepspeed_zero2": _zero(2),
+    "deepspeed_zero3": _zero(3),
+    "deepspeed_zero1_offload": _zero(1, offload_optimizer=True),
+    "deepspeed_zero2_offload": _zero(2, offload_optimizer=True),
+    "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),
 }
 
 #: Lightning's own words for them, and what they fix besides

@@ -139,8 +139,15 @@ def _owns(module: nn.Module) -> bool:
 
 def _ties(model: nn.Module) -> list[list[Place]]:
     """The places of every weight that more than one module holds."""
-    every = [{(id(at[1]), at[2]): at for at in reversed(places)} for places in owners(model).values()]
-    return [[*reversed(places.values())] for places in every if len(places) > 1]
+    found: list[list[Place]] = []
+    for places in owners(model).values():
+        distinct: dict[tuple[int, str], Place] = {}
+        for place in places:  # a module that is in the tree twice holds it once
+            _, module, key = place
+            distinct.setdefault((id(module), key), place)
+        if len(distinct) > 1:
+            found.append(list(distinct.values()))
+    return found
 
 
 def _way(module: nn.Module, style: ParallelStyle | None) -> Any:
