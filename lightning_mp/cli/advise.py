@@ -137,7 +137,7 @@ def _count(given: Any, faults: Faults) -> int:
         return max(1, torch.cuda.device_count())
     faults.whole("trainer.devices", given, 1, "write a number, -1 or auto")
     faults.raise_if_any()
-    return given
+    return int(given)
 
 
 def _given(params: float | None, config: Path | None) -> Any:

@@ -483,7 +483,7 @@ class LossPlateau(Rule):
         ]
         if before - after > self.settings.plateau_sigmas * _MEDIAN_ERROR * math.hypot(*errors):
             return None
-        numbers = {name: median(window) for name, window in self._windows.items() if window}
+        numbers: dict[str, Any] = {str(name): median(window) for name, window in self._windows.items() if window}
         return Found(value, {**numbers, "window": len(losses)}, why)
 
     def _why(self, start: float, losses: Window, norms: Window, ratios: Window, rates: Window) -> str | None:
