@@ -93,7 +93,10 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
         device = faults.sound(find(gpu, faults))
         with parts.one_run(arguments, faults, "advise", config_dirs, callbacks=None) as (config, regime):
             model, loaders = parts.parts(config, faults)
-            batch = next(iter(parts.training_batches(loaders, model)))
+            batch = next(iter(parts.training_batches(loaders, model)), None)
+            if batch is None:
+                faults.add("the data hold no batch", "look at the data section")
+                faults.raise_if_any()
             trainer, rows = dict(regime.trainer), rows_of(batch)
             devices = _count(trainer.get("devices"), faults) * (trainer.get("num_nodes") or 1)
             written: Any = config.get("strategy") or "auto"

@@ -93,8 +93,13 @@ def test_a_gpu_that_is_none_is_refused() -> None:
     assert "h100-80" in refused.output
 
 
-def test_devices_that_lightning_does_not_take_are_refused(tmp_path: Path, own_folder: None) -> None:
-    path = write(tmp_path, PLAIN)
-    refused = CliRunner().invoke(app, ["advise", path, "trainer.devices=abc"])
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("trainer.devices=abc", "trainer.devices='abc'"), ("data.rows=0", "The data hold no batch")],
+)
+def test_devices_that_lightning_does_not_take_and_empty_data_are_refused(
+    argument: str, said: str, tmp_path: Path, own_folder: None
+) -> None:
+    refused = CliRunner().invoke(app, ["advise", write(tmp_path, PLAIN), argument])
     assert refused.exit_code == 2
-    assert "trainer.devices='abc'" in refused.output
+    assert said in refused.output
