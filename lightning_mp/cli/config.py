@@ -362,6 +362,7 @@ def _resolved(
         _check_trainer(cast("dict[str, Any]", trainer), planned, faults)
     else:
         faults.add(f"trainer={trainer!r} is no mapping", "write its arguments below it, as in max_steps: 100")
+        del found["trainer"]
     return found
 
 
