@@ -155,8 +155,6 @@ def cpu_has(dtype: torch.dtype) -> bool:
 #: Parts that wrappers put into names: Fabric's, FSDP1's, ``torch.compile``'s, the checkpoint wrapper's. Not "module":
 #: no strategy here leaves that one behind, and a LightningModule may well call its model so.
 WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-#: what FSDP1's wrappers add to the names of modules
-FSDP1_WRAPPER = "._fsdp_wrapped_module"
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -187,14 +187,14 @@ class StepEngine(ABC):
     # ------------------------------------------------------------------ the step
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """Around ``training_step``, once it is seen which parameters were frozen or unfrozen.
+        """Around ``training_step``, after a look at which parameters were frozen or unfrozen.
 
         The first is watched: whatever computes with a pinned weight outside of its module is refused.
         """
         trained = [parameter.requires_grad for parameter in self._parameters]
         if trained != self._trained:
             self._trained = trained
-            self.train_others()
+            self.on_trained_changed()
         if self._watched or self._module is None:
             return _NOTHING
         self._watched = True
@@ -203,8 +203,8 @@ class StepEngine(ABC):
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
         return pins.reads_refused(module, self.pin_map, self.policy.compute_dtype)
 
-    def train_others(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
-        """Other parameters are trained from now on than before."""
+    def on_trained_changed(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
+        """Parameters were frozen or unfrozen since the last step."""
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """The loss to run backward on: times the scale where there is one."""
@@ -283,7 +283,7 @@ class StepEngine(ABC):
             )
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before any step under loss scaling: one that the plan does not make would apply scaled gradients."""
+        """Refuse, under loss scaling, a step that the plan does not make: it would apply scaled gradients."""
         if self.scaler.stepping or makes_optimizer_state():
             return
         raise PlanError.of(

@@ -37,7 +37,7 @@ class EagerEngine(StepEngine):
         if self._ddp is not None and summed - {dtype, torch.float64}:
             self._ddp.register_comm_hook(dtype, average_in)
 
-    def train_others(self) -> None:
+    def on_trained_changed(self) -> None:
         """DDP leaves the gradients of parameters that are unfrozen in the midst of a run unsummed unless it is told."""
         if self._ddp is not None:
             # DDP notes the parameters when it is made, or unpickled

@@ -176,14 +176,14 @@ class FirstForward:
 
     def _end(self, *_: Any) -> None:
         if self._active:
-            self._meet(_END)
+            self._compare(_END)
         self._active = False
 
     def _enter(self, name: str, unit: nn.Module, _inputs: Any) -> None:
         if self._active and not in_backward() and self._gathers(unit):
-            self._meet(name)
+            self._compare(name)
 
-    def _meet(self, name: str) -> None:
+    def _compare(self, name: str) -> None:
         """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
         place = self._names.index(name)
         places = torch.tensor([place, -place], device=self._device)

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.compat.torch import FSDP1_WRAPPER, is_compiled
+from lightning_mp.compat.torch import is_compiled
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.errors import PlanError
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import grads
 
 
@@ -51,7 +52,7 @@ class ShardedEngine(StepEngine):
         if self.distributed:
             self.hook_watch = WholeNorms()
             units: dict[str, Any] = {
-                f".{name}".replace(FSDP1_WRAPPER, "")[1:]: unit
+                plain_name(name): unit
                 for name, unit in model.named_modules()
                 if unit is not model and isinstance(unit, (FSDPModule, FullyShardedDataParallel))
             }
@@ -80,7 +81,7 @@ class ShardedEngine(StepEngine):
         return self._reads if self._reads is not None and (first or self._reads.needed) else nullcontext()
 
     def _reads_of(self, model: nn.Module) -> ShardReads:
-        named = ((name.replace(f"{FSDP1_WRAPPER[1:]}.", ""), one) for name, one in model.named_parameters())
+        named = ((plain_name(name), one) for name, one in model.named_parameters())
         units = (unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel))
         flat = {id(one) for unit in units for one, _ in sharding_compat.flat_members(unit)}
         return ShardReads(

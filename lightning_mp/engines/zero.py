@@ -257,10 +257,10 @@ class GradientsElsewhere(TorchFunctionMode):
         touched = (sets or (func == _GRAD.__get__ and result is None)) and isinstance(args[0], nn.Parameter)
         if touched and args[0].requires_grad:
             frame: Any = inspect.currentframe()
-            self._meet(str(frame.f_back.f_globals.get("__name__", "")), sets)
+            self._refuse_or_warn(str(frame.f_back.f_globals.get("__name__", "")), sets)
         return result
 
-    def _meet(self, reader: str, sets: bool) -> None:
+    def _refuse_or_warn(self, reader: str, sets: bool) -> None:
         if reader.startswith(_KNOW):
             return
         if sets or reader == _CLIPS:

@@ -375,14 +375,16 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the
         backward pass that starts from the forward's output, or is announced by ``pre_backward``.
         """
+        if not isinstance(self._user_module, FSDPModule):
+            yield
+            return
         root = cast("Any", self._user_module)
-        inner = [one for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
-        others = {id(root), *(id(part) for unit in inner for part in cast("Any", unit).modules())}
-        holders = [one for one in root.modules() if id(one) not in others and [*one.parameters(recurse=False)]]
+        units = [one for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
+        in_units = {id(part) for unit in units for part in cast("Any", unit).modules()}
         handles = [  # to unshard does nothing where it is gathered
             one.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
-            for one in holders
-            if isinstance(root, FSDPModule)
+            for one in root.modules()
+            if one is not root and id(one) not in in_units and [*one.parameters(recurse=False)]
         ]
         self._backward_inside = True
         try:
@@ -409,7 +411,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if self._replicas_and_shards is not None and begins_window(trainer, trainer.fit_loop.batch_idx):
             # gradients are zero now: those of a window that had no end wait no longer
             sharding_compat.drop_sums_of_shards(module)
-        if self._backward_inside and closure_loss.requires_grad and isinstance(module, FSDPModule):
+        if self._backward_inside and closure_loss.requires_grad:
             sharding_compat.before_backward_from(closure_loss, module)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
