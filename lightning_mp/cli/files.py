@@ -96,7 +96,7 @@ def init(
         if source is None:
             names = [*known[EXPERIMENT], *(f"{one}/{other}" for one, options in known.items() for other in options)]
             fix = f"{did_you_mean(name, names)} 'lightning-mp init' lists them"
-            faults.add(f"{name} is no config of the package", fix)
+            faults.add(f"{name!r} is no config of the package", fix)
         elif target.exists():
             faults.add(f"{target} exists", "rename it, or go to another folder")
         source = faults.sound(source)

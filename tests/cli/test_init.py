@@ -51,9 +51,9 @@ def test_a_copied_file_of_a_group_is_chosen_before_the_packages() -> None:
 
 
 def test_an_unknown_name_and_a_file_that_is_there_are_refused() -> None:
-    near = _run("init", "llama_tny")
+    near = _run("init", "llamatny")
     assert near.exit_code == 2
-    assert "Did you mean 'llama_tiny'" in near.stderr
+    assert "'llamatny' is no config of the package. Did you mean 'llama_tiny'" in near.stderr
     Path("llama_tiny.yaml").write_text("mine")
     taken = _run("init", "llama_tiny")
     assert taken.exit_code == 2
