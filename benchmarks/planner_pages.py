@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_mp.planner import ModelShape, advise, estimate
 from lightning_mp.planner.estimate import data_bytes
-from lightning_mp.planner.memory import HELD, bytes_per_parameter
+from lightning_mp.planner.memory import HELD
 from lightning_mp.planner.shape import PRECISIONS
 from lightning_mp.policy.hardware import GPUS
 
@@ -65,7 +65,7 @@ def _tables() -> Iterator[tuple[str, str]]:
     columns = [*((name, 8) for name in SHARDED), ("fsdp2", 64)]
     held: dict[tuple[object, ...], list[str]] = {}
     for mode in PRECISIONS:
-        row = (*HELD[mode], *(f"{bytes_per_parameter(mode, name, ranks):.4g}" for name, ranks in columns))
+        row = (*HELD[mode], *(f"{sum(held(mode, name, ranks)):.4g}" for name, ranks in columns))
         held.setdefault(row, []).append(f"`{mode}`")
     head = ["mode", "weights", "gradients", "AdamW", *(f"{SHARDED[name]} x {ranks}" for name, ranks in columns)]
     yield "## Bytes a parameter", table(head, [[", ".join(modes), *row] for row, modes in held.items()])

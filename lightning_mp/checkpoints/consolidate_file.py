@@ -105,10 +105,7 @@ def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, A
 
 
 def _plain(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, *, tied: bool) -> dict[str, Tensor]:
-    """Each tensor contiguous, in ``dtype`` if it is floating, with no more storage than it needs.
-
-    Ties stay where they may; safetensors refuses shared memory.
-    """
+    """Each tensor contiguous, in ``dtype`` if floating, in storage of its own where ties may not stay (safetensors)."""
     made: dict[tuple[Any, ...], Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -125,11 +125,7 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
 
 
 def _count(given: Any, faults: Faults) -> int:
-    """How many devices ``trainer.devices`` names; as many as are here, and one at least, where it is -1 or "auto".
-
-    Raises:
-        PlanError: it is nothing that Lightning takes.
-    """
+    """How many devices ``trainer.devices`` names; as many as are here, and one at least, where it is -1 or "auto"."""
     import torch
 
     if isinstance(given, str) and given.replace(",", "").replace(" ", "").isdigit():

@@ -419,11 +419,7 @@ def signature_of(target: str) -> inspect.Signature | None:
 
 
 def _located(target: str) -> Any:
-    """What a ``_target_`` names, or ``None``.
-
-    Raises:
-        Exception: what the user's own module raises when it is imported.
-    """
+    """What a ``_target_`` names, or ``None``; what the user's own module raises on import is raised."""
     try:
         return pydoc.locate(target)
     except pydoc.ErrorDuringImport as error:

@@ -170,10 +170,7 @@ def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
 
 
 def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
-    """A mapping of name to callback (``null`` switches one off), or a list; those that write do so to the run's folder.
-
-    A folder that the config names is kept.
-    """
+    """From a mapping (``null`` switches one off) or a list; those without a folder of their own write to the run's."""
     homes, found = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}, list[Callback]()
     listed = given if isinstance(given, (dict, list)) else [] if given is None else [given]
     for name, entry in listed.items() if isinstance(listed, dict) else enumerate(listed):

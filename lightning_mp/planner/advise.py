@@ -270,11 +270,7 @@ def _nearest(shape: ModelShape, base: Layout, offload: bool) -> int | None:
 
 
 def _yaml(choice: Estimate, module: Any, tokens: float | None) -> str:
-    """The file: groups that the package ships, and what this run sets in them.
-
-    Raises:
-        PlanError: of a module there is no file, nor of a config that does not say its architecture.
-    """
+    """The file: groups that the package ships, and what this run sets in them; of a module there is none."""
     import yaml
 
     shape, layout, staged = choice.shape, choice.layout, choice.layout.pipeline > 1

@@ -119,13 +119,11 @@ def compute_bytes(precision: str) -> int:
     return 4 if precision == "32-true" else 2
 
 
-def bytes_per_parameter(precision: str, strategy: str, ranks: int) -> float:
-    """Bytes held for each parameter on each of ``ranks`` data-parallel ranks at a step, AdamW's state included."""
-    return sum(held(precision, strategy, ranks))
-
-
 def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float]:
-    """The same for weights, gradients, optimizer state; a mode or strategy not known counts as fp32, as one device."""
+    """Bytes a parameter on each of ``ranks`` data-parallel ranks: weights, gradients, AdamW's state.
+
+    A mode or strategy that is not known counts as fp32, as one device.
+    """
     sharded = STRATEGIES.get(strategy, STRATEGIES["auto"])
     if sharded.offload:
         return 0.0, 0.0, 0.0

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lightning_mp.cli import app
 from lightning_mp.errors import PlanError
 from lightning_mp.planner import Advice, ModelShape, advise, estimate
-from lightning_mp.planner.memory import HELD, STRATEGIES, bytes_per_parameter
+from lightning_mp.planner.memory import HELD, STRATEGIES, held
 from lightning_mp.planner.shape import PRECISIONS
 from lightning_mp.policy.hardware import GPUS
 from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
@@ -155,14 +155,14 @@ def test_every_strategy_of_the_planner_is_one_of_the_package() -> None:
 def test_bytes_a_parameter(precision: str) -> None:
     whole = sum(HELD[precision])
     assert whole == (8 if precision.endswith("true") and precision != "32-true" else 16)
-    assert bytes_per_parameter(precision, "ddp", 8) == whole
-    assert bytes_per_parameter(precision, "fsdp2", 8) == whole / 8
+    assert sum(held(precision, "ddp", 8)) == whole
+    assert sum(held(precision, "fsdp2", 8)) == whole / 8
     # weights; gradients, moments and the weights once more on an eighth: as docs/reference/strategies.md has it
     copies = HELD[precision][0]
-    assert bytes_per_parameter(precision, "deepspeed_zero1", 8) == copies + whole / 8
-    assert bytes_per_parameter(precision, "deepspeed_zero2", 8) == copies + whole / 8
-    assert bytes_per_parameter(precision, "deepspeed_zero3", 8) == (whole + whole / 4) / 8
-    assert bytes_per_parameter(precision, "fsdp2_offload", 8) == 0
+    assert sum(held(precision, "deepspeed_zero1", 8)) == copies + whole / 8
+    assert sum(held(precision, "deepspeed_zero2", 8)) == copies + whole / 8
+    assert sum(held(precision, "deepspeed_zero3", 8)) == (whole + whole / 4) / 8
+    assert sum(held(precision, "fsdp2_offload", 8)) == 0
 
 
 def test_days_and_cost_are_for_chinchillas_budget() -> None:

@@ -464,11 +464,7 @@ def schedule_counts_skips(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
-    """The optimizers, and each schedule with its interval, given or from ``configure_optimizers``.
-
-    Raises:
-        Exception: whatever ``configure_optimizers`` raises, which often needs a Trainer.
-    """
+    """The optimizers, and each schedule with its interval: given, or what ``configure_optimizers`` returns."""
     given = case.optimizer
     if given is None and isinstance(case.model, LightningModule):
         trained = [(parameter, parameter.requires_grad) for parameter in case.model.parameters()]
