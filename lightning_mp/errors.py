@@ -160,9 +160,10 @@ class Faults:
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """The ``count`` names most like ``word``, quoted, or an empty string when none is."""
-    close = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=count, cutoff=0.4)
-    return ", ".join(repr(name) for name in close)
+    """The ``count`` names most like ``word`` in any case, quoted, or an empty string when none is."""
+    names = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(word.lower(), [name.lower() for name in names], n=count, cutoff=0.4)
+    return ", ".join(repr(name) for low in dict.fromkeys(close) for name in names if name.lower() == low)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of these", count: int = 3) -> str:

@@ -214,10 +214,7 @@ class _Run:
         self.bad_steps.remember(batch, batch_idx)
 
     def _last_hook(self, original: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-        """Check loss and gradients on all ranks, and drop the step if one is bad.
-
-        It comes after ``on_before_optimizer_step`` of callbacks and module, which may change gradients.
-        """
+        """Check loss and gradients on all ranks once hooks may have changed them, and drop the step if one is bad."""
         original(optimizer)
         if not self.steps.begins(self.trainer):
             return

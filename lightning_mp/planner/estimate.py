@@ -233,14 +233,11 @@ def data_traffic(shape: ModelShape, layout: Layout) -> float:
 
 
 def _tensor_traffic(shape: ModelShape, layout: Layout) -> float:
-    """Seconds a token of tensor parallelism: 4 all-reduces of the activations a layer, forward and backward.
-
-    Each rank sends its part twice in an all-reduce; full checkpointing repeats those of the forward pass.
-    """
+    """Seconds a token of tensor parallelism: 4 all-reduces of the activations a layer, forward and backward."""
     if layout.tensor == 1:
         return 0.0
-    repeats = 6 if layout.checkpointing == "full" else 4
-    part = 2 * (layout.tensor - 1) / layout.tensor
+    repeats = 6 if layout.checkpointing == "full" else 4  # those of the forward pass run again
+    part = 2 * (layout.tensor - 1) / layout.tensor  # a rank sends its part twice
     sent = repeats * part * shape.hidden * compute_bytes(layout.precision) * shape.layers
     return sent * layout.tensor / layout.link(layout.tensor)
 
