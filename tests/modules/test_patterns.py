@@ -59,6 +59,7 @@ def test_a_pattern_is_a_name_a_dotted_suffix_or_a_class_in_its_own_case(
     ("pattern", "near"),
     [
         ("*lm_haed", "'lm_head'"),
+        ("LM_HEAD", "'lm_head'"),
         ("*.layer_norm.*", "'LayerNorm'"),
         ("zzz", "choose among the modules here: body, LayerNorm, lm_head, Linear"),
     ],

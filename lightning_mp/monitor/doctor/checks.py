@@ -76,7 +76,8 @@ def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
             "returns models in eval mode, and Trainer.fit does not change it"
         )
         fix = f"call {one}.train() where the model is made, or before fit"
-        yield Finding("eval_mode", "warning", f"in eval mode with trainable weights: {listed(tops)}", why, fix, tops[0])
+        what = f"in eval mode with trainable weights: {listed(tops)}"
+        yield Finding("eval_mode", "warning", what, why, fix, tops[0] or None)
 
 
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
@@ -337,7 +338,7 @@ def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
                 "recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
             )
             fix = "set model.config.use_cache = False for training, and on again to generate"
-            yield Finding("use_cache_while_checkpointing", severity, what, why, fix, name)
+            yield Finding("use_cache_while_checkpointing", severity, what, why, fix, name or None)
 
 
 def _blocks(case: ModelUnderTest) -> Iterator[Block]:

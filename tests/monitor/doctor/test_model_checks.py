@@ -233,6 +233,7 @@ def test_a_model_that_from_pretrained_returned_is_in_eval_mode(tmp_path: object)
     assert (finding.severity, finding.where) == ("warning", "model")
     assert finding.fix.startswith("call self.model.train() ")
     assert found(Wrapped(loaded.train()), Plan("bf16-mixed")) == {}
+    assert found(loaded.eval(), Plan("bf16-mixed"))["eval_mode"].where is None  # the whole model has no name
 
 
 # ---------------------------------------------------------------------- reentrant checkpointing
