@@ -28,7 +28,9 @@ class SyncedForward(Swapped):
     def forward(self, input: Tensor) -> Tensor:
         """As the module's own forward would on the whole batch."""
         module = cast("Any", self)
-        if not (self.__dict__.get("_lmp_synced") and module.training and dist.get_world_size() > 1):
+        # One device under mp_ddp has no process group.
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if not (self.__dict__.get("_lmp_synced") and module.training and several):
             return cast("Any", super()).forward(input)
         # torch's kernels take no tensors of a CPU
         return _normalize(module, input) if input.device.type == "cpu" else nn.SyncBatchNorm.forward(module, input)

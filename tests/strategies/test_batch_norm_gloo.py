@@ -17,6 +17,8 @@ from lightning_mp.errors import Faults
 from support.comparing import of_training, same
 from support.norms import RATE, STEPS, Direct, Normed, Run, run
 from support.ranks import Ranks
+from support.running import fit
+from support.sharded import whole
 
 PINS = {"32-true": None, "bf16-mixed": {"BatchNorm1d": "fp32", "net.5": "fp32"}}
 slow = pytest.mark.slow
@@ -46,6 +48,12 @@ def test_synchronized_batch_norms_are_those_of_the_whole_batch(ranks: Ranks, hos
         assert same(one["tensors"], alone["tensors"], of_training(mode, RATE, STEPS, summands=64, update=10.0))
         assert one["classes"] >= {"BatchNorm1d", "BatchNorm2d"}
         assert one["hooked"] == alone["hooked"] == STEPS
+
+
+def test_on_one_device_there_is_nothing_to_synchronize() -> None:
+    module = Normed()
+    fit(module, max_steps=STEPS, strategy="mp_ddp", sync_batchnorm=True)
+    assert same(whole(module), _alone("32-true")["tensors"])
 
 
 class AndReLU(nn.BatchNorm1d):
@@ -78,8 +86,8 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
 @pytest.mark.gloo
 def test_on_a_cpu_a_synchronized_norm_is_the_norm_of_the_whole_batch(ranks: Ranks) -> None:
     for found in ranks.run(Direct("cpu")):
-        for whole, synchronized in found:
-            torch.testing.assert_close(synchronized, whole)
+        for expected, synchronized in found:
+            torch.testing.assert_close(synchronized, expected)
 
 
 @pytest.mark.gloo
