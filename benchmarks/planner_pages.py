@@ -63,12 +63,12 @@ def guide(page: str) -> str:
 
 def _tables() -> Iterator[tuple[str, str]]:
     columns = [*((name, 8) for name in SHARDED), ("fsdp2", 64)]
-    held: dict[tuple[object, ...], list[str]] = {}
+    by_row: dict[tuple[object, ...], list[str]] = {}
     for mode in PRECISIONS:
         row = (*HELD[mode], *(f"{sum(held(mode, name, ranks)):.4g}" for name, ranks in columns))
-        held.setdefault(row, []).append(f"`{mode}`")
+        by_row.setdefault(row, []).append(f"`{mode}`")
     head = ["mode", "weights", "gradients", "AdamW", *(f"{SHARDED[name]} x {ranks}" for name, ranks in columns)]
-    yield "## Bytes a parameter", table(head, [[", ".join(modes), *row] for row, modes in held.items()])
+    yield "## Bytes a parameter", table(head, [[", ".join(modes), *row] for row, modes in by_row.items()])
 
     reaches = [("ddp", 8), ("fsdp2", 8), ("fsdp2", 64)]
     words = ("t4-16", "rtx3090-24", "a100-40", "h100-80", "h200-141", "b200-180")
