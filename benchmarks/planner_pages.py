@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_mp.planner import ModelShape, advise, estimate
 from lightning_mp.planner.estimate import data_bytes
-from lightning_mp.planner.memory import HELD
+from lightning_mp.planner.memory import HELD, held
 from lightning_mp.planner.shape import PRECISIONS
 from lightning_mp.policy.hardware import GPUS
 
