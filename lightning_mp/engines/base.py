@@ -302,9 +302,7 @@ class StepEngine(ABC):
 
     def close_group(self) -> None:
         """``training_step`` is over: optimizers that did not step in it are not waited for."""
-        if (
-            self.scaler.group_open
-        ):  # of whatever optimizer: a callback may have put others in place of those at the start
+        if self.scaler.group_open:  # asked of the scaler: a callback may have replaced the optimizers of the start
             self.scaler.update()
             self.check_budget(None)
 
