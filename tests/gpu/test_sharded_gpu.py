@@ -1,9 +1,10 @@
-"""FSDP2 and FSDP1 on one CUDA device with NCCL: the same as on a single device, and what is stored and gathered."""
+"""FSDP2, FSDP1 and DeepSpeed on one CUDA device with NCCL: the same as on a single device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "compiled blocks": {"compile": True},
     "offloaded": {"cpu_offload": True},
 }
+ZERO = ("deepspeed_zero1", "deepspeed_zero2")
 
 
 def _plan(mode: str, pinned: bool) -> MixedPrecisionPlan:
@@ -34,8 +36,12 @@ def _plan(mode: str, pinned: bool) -> MixedPrecisionPlan:
 
 def _trained(mode: str, name: str | None, options: dict[str, Any], pinned: bool) -> dict[str, Any]:
     plan, module = _plan(mode, pinned), Regression(lambda p: torch.optim.AdamW(p, lr=RATE, eps=1e-4, fused=True))
-    strategy = {} if name is None else {"strategy": make_strategy(name, plan, wrap="Linear", **options)}
-    fit(module, plugins=[plan], accelerator="cuda", devices=1, gradient_clip_val=1.0, **strategy)
+    if name is not None and name not in ZERO:
+        options = {"wrap": "Linear", **options}
+    strategy = {} if name is None else {"strategy": make_strategy(name, plan, **options)}
+    # a distributed sampler draws in another order, also on one rank
+    same_order = {"devices": 1, "use_distributed_sampler": False}
+    fit(module, plugins=[plan], accelerator="cuda", gradient_clip_val=1.0, **same_order, **strategy)
     held = whole(module)
     return {
         "weights": {key: value.float().cpu().numpy() for key, value in held.items()},
@@ -74,6 +80,14 @@ def test_fsdp2_is_the_same_as_one_device(alone: Ranks, mode: str, form: str) -> 
 @pytest.mark.parametrize("mode", MODES)
 def test_fsdp1_is_the_same_as_one_device(alone: Ranks, mode: str) -> None:
     ((single, sharded),) = alone.run(Both(mode, "fsdp1"))
+    _same(mode, single, sharded)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_is_the_same_as_one_device(alone: Ranks, mode: str, name: str) -> None:
+    ((single, sharded),) = alone.run(Both(mode, name))
     _same(mode, single, sharded)
 
 

@@ -75,7 +75,7 @@ def test_tf32_switched_behind_the_plan_is_found(tmp_path: Path) -> None:
         def on_train_start(self) -> None:
             torch.set_float32_matmul_precision("highest")
 
-    with pytest.raises(PlanError, match=r"net\.0, net\.3 \(2 modules\): computed in fp32; allowed: tf32"):
+    with pytest.raises(PlanError, match=r"net\.0, net\.3 \(2 modules\) computed in fp32\. Allowed: tf32"):
         _run(Switches(), tmp_path, plugins=[plan_for("32-true", tf32="high")])
 
 
