@@ -31,6 +31,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
     trainer_of,
 )
+from lightning_mp.compat.torch import backward_traced_outside_autocast
 from lightning_mp.deepspeed_config.merge import DeepSpeedJson, DeepSpeedNotes
 from lightning_mp.engines import diagnosis, for_strategy, optimizer_facts, plan_base
 from lightning_mp.engines.base import StepEngine
@@ -326,12 +327,16 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         """Modules made in it take the parameters' dtype under the true modes."""
         return self.tensor_init_context()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
         """Autocast under the mixed modes, the parameters' dtype as the default one under the true modes."""
-        if self._autocast_dtype is not None:
+        if self._autocast_dtype is None:
+            context = self.tensor_init_context()
+        else:
             # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
-            return torch.autocast(self._device.type, self._autocast_dtype, cache_enabled=False)
-        return default_dtype(self._desired_input_dtype) if self._half_storage else _NOTHING
+            context = torch.autocast(self._device.type, self._autocast_dtype, cache_enabled=False)
+        with context, backward_traced_outside_autocast():
+            yield
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:

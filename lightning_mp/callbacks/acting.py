@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 
 from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_info
+from lightning_mp.compat.torch import backward_traced_outside_autocast
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.modules import pins as pinning
@@ -115,8 +117,11 @@ class DtypePinning(ActingCallback):
         compute = TORCH_DTYPES.get(DTYPES_OF.get(precision, DTYPES_OF["32-true"])[1], torch.float32)
         device_type = trainer.strategy.root_device.type
         pinning.apply(pin_map, mixed=precision.endswith("-mixed"), compute_dtype=compute, device_type=device_type)
+        compiles = ExitStack()
+        compiles.enter_context(backward_traced_outside_autocast())
 
         def restore() -> None:
+            compiles.close()
             pinning.remove([member.module for member in pin_map.members])
             for tensor, dtype in tensors:
                 tensor.data = tensor.data.to(dtype)

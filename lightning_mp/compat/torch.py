@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from lightning_mp.compat import patched
 
 #: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
 NO_TORCH_FUNCTION: Any = cast("Any", torch)._C._disabled_torch_function_impl
@@ -125,6 +128,15 @@ def in_backward() -> bool:
 def in_backward_formula() -> bool:
     """Whether a node of the graph is being computed: not so in a hook before it."""
     return cast("Any", torch)._C._current_autograd_node() is not None
+
+
+def backward_traced_outside_autocast() -> AbstractContextManager[None]:
+    """Within, ``torch.compile`` traces backward passes outside of autocast, where Lightning runs them.
+
+    AOTAutograd traces them at the time of the forward, by default under the autocast around the compiled region: what
+    turns autocast off inside would have a half-precision backward. The setting is read at each tracing in this thread.
+    """
+    return patched(functorch_config, backward_pass_autocast="off")
 
 
 def cpu_attention() -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch_config
 
 from lightning_mp import MixedPrecisionPlan
 from support.models import Regression
@@ -29,6 +30,7 @@ def _state() -> dict[str, Any]:
             "autocast": torch.is_autocast_enabled("cpu"),
             "autocast dtype": torch.get_autocast_dtype("cpu"),
             "autocast cache": torch.is_autocast_cache_enabled(),
+            "autocast in compiled backward passes": functorch_config.backward_pass_autocast,
             "grad": torch.is_grad_enabled(),
             "forward hooks": len(torch.nn.modules.module._global_forward_hooks),
         }
