@@ -100,12 +100,25 @@ class MissingExtraError(ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{_capitalised(purpose)} needs {package}. Install it: pip install 'lightning-mp[{extra}]'", name=package
+            f"{_capitalised(purpose)} needs {package}. Install it: {install_line(package, extra)}", name=package
         )
         self._given = package, extra, purpose
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
         return type(self), self._given
+
+
+def install_line(package: str, extra: str) -> str:
+    """The command that installs the packages of ``extra``, by name: the package itself is on no index."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        requirements = requires("lightning-mp") or []
+    except PackageNotFoundError:  # a checkout that is on the path and was never installed
+        requirements = [f'{package}; extra == "{extra}"']
+    named = [line.partition(";")[0].strip() for line in requirements if f'extra == "{extra}"' in line]
+    isolation = "--no-build-isolation " if extra == "deepspeed" else ""  # its build needs the torch that is here
+    return f"pip install {isolation}{' '.join(map(repr, named))}"
 
 
 class Faults:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
-from importlib.metadata import requires, version
+from importlib.metadata import metadata, requires, version
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lightning_mp
+from lightning_mp.errors import install_line
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning-mp"
@@ -89,3 +92,44 @@ def test_every_dependency_is_pinned_once_in_a_version_that_is_allowed() -> None:
         if len(exact) != 1 or not requirement.specifier.contains(exact[0], prereleases=True):
             wrong.append((str(requirement), exact))
     assert wrong == []
+
+
+# ---------------------------------------------------------------------- lines that a reader types
+
+WRITTEN = [
+    *ROOT.glob("*.md"),
+    *(path for folder in ("docs", "examples", "lightning_mp") for path in (ROOT / folder).rglob("*")),
+]
+RAISED = {
+    found
+    for path in WRITTEN
+    if path.suffix == ".py"
+    for found in re.findall(
+        r'(?:MissingExtraError|install_line)\(["\'](\S+)["\'], ["\'](\S+?)["\']', path.read_text(encoding="utf-8")
+    )
+}
+
+
+def test_an_install_line_in_a_text_names_the_checkout_and_extras_that_it_has() -> None:
+    extras, lines = set(metadata(PACKAGE).get_all("Provides-Extra") or []), 0
+    for path in (path for path in WRITTEN if path.suffix in (".py", ".md", ".ipynb", ".yaml", ".j2")):
+        for line in re.findall(r"pip install ('[^'{]+'|[^\s`'{]\S*)", path.read_text(encoding="utf-8")):
+            (what,) = shlex.split(line)
+            assert what.startswith("."), f"{path}: {line}, which is on no index"
+            assert Requirement(re.sub(r"^\.", PACKAGE, what)).extras <= extras, f"{path}: {line}"
+            lines += 1
+    assert lines > 5
+
+
+def test_the_line_for_a_missing_extra_installs_its_package_from_an_index() -> None:
+    """pip itself reads the lines, and finds that all of it is installed."""
+    words: list[str] = []
+    for package, extra in sorted(RAISED):
+        pip, install, *rest = shlex.split(install_line(package, extra))
+        names = {Requirement(word).name for word in rest if not word.startswith("-")}
+        assert (pip, install) == ("pip", "install")
+        assert PACKAGE not in names
+        assert package in names | {"safetensors"}  # which comes with transformers
+        words += rest
+    done = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet", *words]
+    subprocess.run(done, check=True, capture_output=True, timeout=60)

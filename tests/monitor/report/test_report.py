@@ -314,7 +314,7 @@ def test_without_plotly_the_extra_is_named_and_nothing_is_written(
     folder = write_run(tmp_path)
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingExtraError, match=r"lightning-mp\[report\]"):
+    with pytest.raises(MissingExtraError, match="pip install 'plotly"):
         write_report(folder)
     assert not (folder / "report.html").exists()
 
