@@ -16,7 +16,6 @@ from lightning_mp.cli.train import train
 
 app = typer.Typer(
     name="lightning-mp",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text, which a wide terminal does not stretch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lightning_mp.cli.output import File, Number, Whole, console, progress, refusals, refuse
+from lightning_mp.cli.output import File, Json, Number, Whole, console, count, progress, refusals, refuse
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
@@ -29,7 +29,7 @@ _OWN = {"arguments", "params", "config", "gbps", "price", "out", "as_json", "con
 def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     context: typer.Context,
     arguments: Arguments = None,
-    params: Annotated[Number, typer.Option(help="Parameters, as 7e9: a Llama of that size.")] = None,
+    params: Annotated[Number, typer.Option(parser=count, metavar="SIZE", help="7b: a Llama of that size.")] = None,
     config: Annotated[File, typer.Option(help="A transformers config.json instead; --out writes that model.")] = None,
     gpu: Annotated[str, typer.Option(help="a100-40, a100-80, h100-80, h200-141, v100-32, t4-16, l4-24, …")] = "h100-80",
     gpus: Annotated[int, typer.Option(help="How many.")] = 8,
@@ -39,12 +39,14 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     seq_len: Annotated[Whole, typer.Option(help="Tokens of a sequence.")] = None,
     global_batch: Annotated[Whole, typer.Option(help="Sequences an optimizer step.")] = None,
     micro_batch: Annotated[Whole, typer.Option(help="Sequences a micro-batch on each data-parallel rank.")] = None,
-    tokens: Annotated[Number, typer.Option(help="Tokens to train on; by default 20 a parameter.")] = None,
+    tokens: Annotated[
+        Number, typer.Option(parser=count, metavar="COUNT", help="Tokens to train on, as 1.5t; else 20 a parameter.")
+    ] = None,
     price: Annotated[Number, typer.Option(help="Price of a GPU for an hour.")] = None,
     precision: Annotated[str, typer.Option(help="A mode; auto follows the GPU. fp8 is used where asked for.")] = "auto",
     offload: Annotated[bool, typer.Option("--offload", help="Consider the CPU's memory too.")] = False,
     out: Annotated[File, typer.Option(help="Write the first choice as YAML for lightning-mp train.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Say what fits these GPUs, how fast and at what cost.
@@ -53,7 +55,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 
     With a CONFIG of `train`: its memory by part, the largest micro-batch, and what checkpointing buys on --gpu.
 
-    Example: lightning-mp advise --params 7e9 --gpus 8 --gpu h100-80 --out run.yaml
+    Example: lightning-mp advise --params 7b --gpus 8 --gpu h100-80 --out run.yaml
     """
     if arguments:
         alone = {"arguments", "gpu", "as_json", "config_dir"}
@@ -144,7 +146,7 @@ def _given(params: float | None, config: Path | None) -> Any:
     from lightning_mp.planner import ModelShape
 
     if (params is None) == (config is None):
-        refuse("advise", "give --params 7e9, or --config with a transformers config.json")
+        refuse("advise", "give --params 7b, or --config with a transformers config.json")
     if config is None:
         return ModelShape.of_size(cast("float", params))
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from lightning_mp.cli.output import File, Number, Whole, console, refusals
+from lightning_mp.cli.output import File, Json, Number, Whole, console, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults
 
@@ -28,6 +30,7 @@ def compare(
     steps: Annotated[Whole, typer.Option(help="Optimizer steps a run: trainer.max_steps, else 100.")] = None,
     margin: Annotated[Number, typer.Option(help="A difference of the loss that is none: 0.5 % of the first's.")] = None,
     out: Annotated[File, typer.Option(help="The folder of compare.json and .html: a new one below runs/.")] = None,
+    as_json: Json = False,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Compare what `train` would run under several plans.
@@ -38,18 +41,18 @@ def compare(
     Example: lightning-mp compare experiment=neox_wide --plans bf16-mixed,fp8-mixed --seeds 8
     """
     asked = {"seeds": seeds, "steps": steps, "margin": margin, "out": out}
-    with refusals("compare"):
+    with refusals("compare"), redirect_stdout(sys.stderr) if as_json else nullcontext():
         found, folder = _compared(arguments or [], plans, config_dir or [], asked)
-    show(found, folder)
+    show(found, folder, as_json=as_json)
 
 
-def show(found: Comparison, folder: Path) -> None:
+def show(found: Comparison, folder: Path, *, as_json: bool = False) -> None:
     """Print the table and where the page is, on rank 0, and leave with 1 where a run failed."""
     from lightning_mp.compat.lightning import rank_zero_only
 
     if getattr(rank_zero_only, "rank", 0) == 0:
-        typer.echo(found.to_text(console().width).rstrip())
-        typer.echo(f"written: {folder / 'compare.html'}, {folder / 'compare.json'}")
+        typer.echo((folder / "compare.json").read_text("utf-8") if as_json else found.to_text(console().width).rstrip())
+        typer.echo(f"written: {folder / 'compare.html'}, {folder / 'compare.json'}", err=as_json)
     raise typer.Exit(1 if any(plan.failed for plan in found.plans) else 0)
 
 

@@ -6,14 +6,14 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_mp.cli.output import console, progress, refusals
+from lightning_mp.cli.output import Json, console, progress, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, counted, install_line, one_line
 
@@ -32,7 +32,7 @@ def doctor(
     arguments: Arguments = None,
     config_dir: ConfigDirs = None,
     gpu: Annotated[str, typer.Option(help="The GPU it will run on: t4-16, a100-80, …; else this machine's.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what will go wrong in a run, before it does.
 
@@ -108,6 +108,7 @@ def _batch(config: dict[str, Any], model: Any) -> Any:
 def audit(
     arguments: Arguments = None,
     steps: Annotated[int, typer.Option("--steps", help="How many optimizer steps are audited.")] = 1,
+    as_json: Json = False,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Show which dtypes each module of a run really ran in.
@@ -118,12 +119,15 @@ def audit(
     Example: lightning-mp audit experiment=llama_tiny plan=fp16
     """
     progress(f"auditing {counted(steps, 'step')} ...")
-    with refusals("audit"):
+    with refusals("audit"), redirect_stdout(sys.stderr) if as_json else nullcontext():
         report, folder = _audited(arguments or [], steps, config_dir or [])
-    typer.echo(report.to_text(console().width))
-    if not report.ok:
-        typer.echo(report.explanation())
-    typer.echo(f"written: {folder / 'audit.md'}, {folder / 'audit.json'}")
+    if as_json:
+        typer.echo((folder / "audit.json").read_text(encoding="utf-8").rstrip())
+    else:
+        typer.echo(report.to_text(console().width))
+        if not report.ok:
+            typer.echo(report.explanation())
+    typer.echo(f"written: {folder / 'audit.md'}, {folder / 'audit.json'}", err=as_json)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -155,7 +159,7 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
 def pins(
     arguments: Arguments = None,
     steps: Annotated[int, typer.Option("--steps", help="How many batches are used.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print pins and rows as one JSON object.")] = False,
+    as_json: Json = False,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Compare the gradients of what `train` would run with those in fp32, and show the fewest pins that close the gap.
@@ -178,7 +182,7 @@ def pins(
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, to paste into an issue.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what is installed, and what each mode would do here.
 

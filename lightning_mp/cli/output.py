@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
 
 import typer
 
@@ -17,10 +17,21 @@ Whole = Optional[int]  # noqa: UP045  typer reads these at run time, on 3.10 too
 Number = Optional[float]  # noqa: UP045
 Text = Optional[str]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+_UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # What a line of a table needs; a pipe or a file has no width of its own.
 _PLAIN_WIDTH = 110
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
+
+
+def count(text: str) -> float:
+    """How many, from ``7e9`` or ``7b``."""
+    unit = _UNITS.get(text[-1:].lower())
+    try:
+        return float(text) if unit is None else float(text[:-1]) * unit
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number; write it as 7e9 or 7b") from None
 
 
 @contextmanager

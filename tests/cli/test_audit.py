@@ -56,6 +56,9 @@ def test_a_module_that_is_not_as_declared_is_status_1(tmp_path: Path) -> None:
     result = _audit(tmp_path / "run", str(tmp_path / "run.yaml"), *SMALL)
     assert result.exit_code == 1, result.output
     assert "not as declared" in result.stdout
+    as_json = _audit(tmp_path / "json", str(tmp_path / "run.yaml"), *SMALL, "--json")
+    assert as_json.exit_code == 1
+    assert not json.loads(as_json.stdout)["ok"]
     assert not json.loads((tmp_path / "run" / "audit.json").read_text())["ok"]
 
 

@@ -39,6 +39,8 @@ def test_a_table_and_two_files(tmp_path: Path) -> None:
     assert written["plans"][1]["plan"]["fp8"]["recipe"] == "tensorwise"
     assert all(len(run["losses"]) == 3 for plan in written["plans"] for run in plan["runs"])
     assert {path.name for path in out.iterdir()} == {"compare.json", "compare.html"}
+    as_json = _compare(config, "--plans", "fp32,bf16-mixed", "--seeds", "1", "--out", str(out), "--json")
+    assert json.loads(as_json.stdout)["seeds"] == [0]
 
 
 def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -> None:

@@ -203,7 +203,9 @@ def test_the_file_is_composed_by_train_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_json_and_what_is_wrong(tmp_path: Path) -> None:
-    found = CliRunner().invoke(app, ["advise", "--params", "7e9", "--json"])
+    found = CliRunner().invoke(app, ["advise", "--params", "7b", "--json"])
+    assert found.output == CliRunner().invoke(app, ["advise", "--params", "7e9", "--json"]).output
+    assert "write it as 7e9 or 7b" in CliRunner().invoke(app, ["advise", "--params", "7x"]).output
     assert json.loads(found.output)["choices"][0]["strategy"] == "fsdp2"
     nothing = CliRunner().invoke(app, ["advise", "--params", "70e9", "--gpus", "1", "--json"])
     assert (nothing.exit_code, json.loads(nothing.stdout)["choices"]) == (2, [])
