@@ -101,7 +101,9 @@ def init(
             faults.add(f"{target} exists", "rename it, or go to another folder")
         source = faults.sound(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+        # its editor finds the schema where the package is
+        text = source.read_text(encoding="utf-8").replace("$schema=..", f"$schema={source.parents[1].as_uri()}")
+        target.write_text(text, encoding="utf-8")
     how = str(target) if experiment else f"--config-dir {FOLDER} {group}={option}"
     typer.echo(f"written: {target}; run it: lightning-mp train {how}")
 
@@ -117,5 +119,5 @@ def shipped() -> dict[str, dict[str, Path]]:
 def _summary(path: Path) -> str:
     """The first sentence of the file, as far as its first line goes."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    first = next((line[2:] for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
+    first = next((line[2:] for line in lines if re.match(r"# (?!@|yaml-language)", line)), "")
     return re.split(r"[.;](?: |$)|:$", first)[0]

@@ -49,7 +49,8 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it(arguments: list[str
 def test_a_shell_is_offered_completion() -> None:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lightning-mp"))],
-        env={**os.environ, "_LIGHTNING_MP_COMPLETE": "complete_bash", "COMP_WORDS": "lightning-mp ad", "COMP_CWORD": "1"},
+        env={**os.environ, "_LIGHTNING_MP_COMPLETE": "complete_bash", "COMP_WORDS": "lightning-mp ad"}
+        | {"COMP_CWORD": "1"},
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.stdout.split() == ["advise"]

@@ -44,7 +44,9 @@ def test_a_copied_experiment_is_the_experiment(name: str) -> None:
 def test_a_copied_file_of_a_group_is_chosen_before_the_packages() -> None:
     _run("init", "plan/fp16")
     copied = Path("configs/plan/fp16.yaml")
-    assert copied.read_text() == shipped()["plan"]["fp16"].read_text()
+    (modeline, *rest), own = copied.read_text().splitlines(), shipped()["plan"]["fp16"]
+    assert rest == own.read_text().splitlines()[1:]
+    assert modeline.endswith(f"$schema={own.parents[1].as_uri()}/schema/plan.json")
     copied.write_text(copied.read_text() + "reduce_dtype: bf16\n")
     result = _run("train", "--config-dir", "configs", "plan=fp16", "--show")
     assert yaml.safe_load(result.stdout)["plan"]["reduce_dtype"] == "bf16"

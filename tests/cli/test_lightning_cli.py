@@ -68,6 +68,16 @@ def test_a_misspelt_key_is_named(
     assert key in f"{ended.value}{capsys.readouterr().err}"
 
 
+def test_the_plan_by_its_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The parser finds it among the subclasses of Lightning's class, once the script has imported it."""
+    path = write(tmp_path, "model: {width: 4}\ntrainer: {accelerator: cpu, logger: false}")
+    plugins = ("--trainer.plugins=MixedPrecisionPlan", "--trainer.plugins.precision=16-mixed")
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", path, *plugins])
+    plan = LightningCLI(Fed, save_config_callback=None, run=False).trainer.precision_plugin
+    assert isinstance(plan, MixedPrecisionPlan)
+    assert plan.precision == "16-mixed"
+
+
 def test_a_file_is_fitted_under_its_plan_and_callbacks(tmp_path: Path) -> None:
     scaling = "{init_scale: 64, growth_interval: 2}"
     path = write(tmp_path, FIT.format(strategy="auto", scaling=scaling, folder=tmp_path / "run"))
