@@ -73,7 +73,8 @@ def test_the_plan_by_its_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     path = write(tmp_path, "model: {width: 4}\ntrainer: {accelerator: cpu, logger: false}")
     plugins = ("--trainer.plugins=MixedPrecisionPlan", "--trainer.plugins.precision=16-mixed")
     monkeypatch.setattr("sys.argv", ["train.py", "--config", path, *plugins])
-    plan = LightningCLI(Fed, save_config_callback=None, run=False).trainer.precision_plugin
+    options: dict[str, Any] = {"save_config_callback": None, "seed_everything_default": 0, "run": False}
+    plan = LightningCLI(Fed, **options).trainer.precision_plugin
     assert isinstance(plan, MixedPrecisionPlan)
     assert plan.precision == "16-mixed"
 

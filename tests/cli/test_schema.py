@@ -1,4 +1,4 @@
-"""The schema that editors read is that of the dataclasses, takes every shipped file, which names it, and marks typos."""
+"""The schema that editors read is that of the dataclasses, takes the shipped files, which name it, and marks typos."""
 
 from __future__ import annotations
 
