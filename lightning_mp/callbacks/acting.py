@@ -15,7 +15,7 @@ from lightning_mp.modules import checkpointing
 from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.patterns import call_with_original_classes
 from lightning_mp.monitor.callback_utils import RunCallback
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, has_tf32, set_tf32
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, has_tf32, set_tf32, tf32_refusal
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.policy.precision_policy import DTYPES_OF, PinsLike
 from lightning_mp.precision import MixedPrecisionPlan
@@ -66,7 +66,8 @@ class EnableTF32(ActingCallback):
             and says so.
 
     Raises:
-        PlanError: an unknown setting, or a MixedPrecisionPlan next to it (use its ``tf32=``).
+        PlanError: an unknown setting, torch's newer ``fp32_precision`` switches were set before, or a
+            MixedPrecisionPlan next to it (use its ``tf32=``).
     """
 
     plan_field = "tf32"
@@ -81,6 +82,10 @@ class EnableTF32(ActingCallback):
         if not has_tf32(device):
             rank_zero_info(f"EnableTF32({self.setting!r}) changes nothing on {device.type}: it has no TF32")
             return None
+        refused = tf32_refusal()
+        if refused is not None:
+            faults.add(*refused)
+        faults.raise_if_any()
         return set_tf32(self.setting)
 
 

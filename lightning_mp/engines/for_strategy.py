@@ -31,7 +31,7 @@ from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults
 from lightning_mp.modules import sync_batchnorm
 from lightning_mp.modules.pins import PinMap
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, set_tf32, to_torch
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, set_tf32, tf32_refusal, to_torch
 from lightning_mp.policy import PrecisionPolicy, hardware
 
 _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
@@ -57,6 +57,9 @@ def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Fault
     refused = hardware.refusal(device, policy.precision, emulate=emulate)
     if refused is not None:
         faults.add(*refused)
+    unsettable = tf32_refusal() if policy.tf32 is not None and device.tf32 else None
+    if unsettable is not None:
+        faults.add(*unsettable)
 
 
 def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[], None] | None:

@@ -6,7 +6,6 @@ else, such as a key-value cache, is not looked into.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -194,86 +193,44 @@ def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and describe(device).tf32
 
 
+def tf32_refusal() -> tuple[str, str] | None:
+    """Why ``set_tf32`` could not set TF32 and put it back, and what to do: it was set by torch's newer switches."""
+    backends: Any = torch.backends
+    given = "torch.backends.fp32_precision, or that of a backend, was set: with it, TF32 cannot be put back after a run"
+    fix = "use torch.set_float32_matmul_precision() and torch.backends.cudnn.allow_tf32 instead, or only tf32="
+    wider = {backends.fp32_precision, backends.cudnn.fp32_precision}
+    try:
+        # each raises where the newer switches disagree with it
+        _ = torch.get_float32_matmul_precision(), backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+    except RuntimeError:
+        return given, fix
+    return None if wider == {"none"} else (given, fix)
+
+
 def set_tf32(setting: str) -> Restore:
     """Set matmul (``"highest"``, ``"high"`` or ``"medium"``) and cuDNN precision; calling the result undoes it.
 
-    ``"highest"`` is IEEE fp32 for both; the others allow TF32 for both. ``torch.get_float32_matmul_precision()`` is
-    always readable meanwhile: it raises where only the newer per-backend switch was set, which this never does.
+    ``"highest"`` is IEEE fp32 for both; the others allow TF32 for both. Where there is a ``tf32_refusal()`` neither
+    is sure.
     """
-    switches = _switches()
-    before = _own_values(switches)
-    matmul, cudnn = _matmul_precision(), None
-    with contextlib.suppress(RuntimeError):  # where the newer switches disagree it cannot be read
-        cudnn = torch.backends.cudnn.allow_tf32
+    backends: Any = torch.backends
+    cudnn, switches = backends.cudnn, [backends.cuda.matmul, backends.mkldnn.matmul]
+    matmul, convolutions, wanted = torch.get_float32_matmul_precision(), cudnn.allow_tf32, setting != "highest"
+    if convolutions != wanted:  # else they are not written: torch's default still follows a wider switch
+        switches += [cudnn.conv, cudnn.rnn]
+    before = [switch.fp32_precision for switch in switches]
 
     def restore() -> None:
         torch.set_float32_matmul_precision(matmul)
-        if cudnn is not None:
-            torch.backends.cudnn.allow_tf32 = cudnn
-        for name, switch in switches.items():
-            switch.fp32_precision = before[name]
+        if convolutions != wanted:
+            cudnn.allow_tf32 = convolutions
+        for switch, value in zip(switches, before, strict=True):
+            switch.fp32_precision = value  # the older calls write "ieee" where there was "none"
 
     torch.set_float32_matmul_precision(setting)
-    torch.backends.cudnn.allow_tf32 = setting != "highest"
-    for name in ("cudnn.conv", "cudnn.rnn"):
-        if name in switches:  # "not allowed" by the older call only means that a wider switch decides
-            switches[name].fp32_precision = "ieee" if setting == "highest" else "tf32"
+    if convolutions != wanted:
+        cudnn.allow_tf32 = wanted
     return restore
-
-
-def _switches() -> dict[str, Any]:
-    """The per-operation switches of torch 2.9 and newer, which the two older calls move along with themselves."""
-    switches: dict[str, Any] = {
-        "cuda.matmul": torch.backends.cuda.matmul,
-        "mkldnn.matmul": getattr(torch.backends.mkldnn, "matmul", None),
-        "cudnn.conv": getattr(torch.backends.cudnn, "conv", None),
-        "cudnn.rnn": getattr(torch.backends.cudnn, "rnn", None),
-    }
-    return {name: switch for name, switch in switches.items() if hasattr(switch, "fp32_precision")}
-
-
-def _own_values(switches: dict[str, Any]) -> dict[str, str]:
-    """What each switch was set to itself: ``"none"`` where it follows a wider one.
-
-    A switch only tells what is in force. To tell its own value from an inherited one, the wider switches (all
-    backends, then all of CUDA) are moved for a moment.
-    """
-    if not switches:
-        return {}
-    everything: Any = torch.backends
-    cuda: Any = torch.backends.cudnn
-    follow_everything = _followers(everything, {**switches, "cuda": cuda}, everything.fp32_precision)
-    cuda_own = "none" if "cuda" in follow_everything else cuda.fp32_precision
-    follow = follow_everything | _followers(cuda, switches, cuda_own)
-    return {name: "none" if name in follow else switch.fp32_precision for name, switch in switches.items()}
-
-
-def _followers(wider: Any, switches: dict[str, Any], own: str) -> set[str]:
-    seen: list[dict[str, str]] = []
-    try:
-        for value in ("ieee", "tf32"):
-            wider.fp32_precision = value
-            seen.append({name: switch.fp32_precision for name, switch in switches.items()})
-    finally:
-        wider.fp32_precision = own
-    return {name for name in switches if seen[0][name] != seen[1][name]}
-
-
-def _matmul_precision() -> str:
-    """``torch.get_float32_matmul_precision()``, also where it raises because the newer switch disagrees."""
-    with contextlib.suppress(RuntimeError):
-        return torch.get_float32_matmul_precision()
-    switch: Any = torch.backends.cuda.matmul
-    current = switch.fp32_precision
-    try:
-        # The older value is one of two kinds; reading it needs the newer switch to agree with it for a moment.
-        for agreeing in ("ieee", "tf32"):
-            switch.fp32_precision = agreeing
-            with contextlib.suppress(RuntimeError):
-                return torch.get_float32_matmul_precision()
-        return "highest"
-    finally:
-        switch.fp32_precision = current
 
 
 # ------------------------------------------------------------------ nested data

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from lightning_mp.numerics.dtypes import describe, has_tf32, set_tf32
+from lightning_mp.numerics.dtypes import describe, has_tf32, set_tf32, tf32_refusal
 from lightning_mp.policy import hardware
+from support.ranks import in_a_process
+from support.tf32 import BACKENDS, SWITCHES, readings
 
 
 def test_a_cpu() -> None:
@@ -40,147 +41,107 @@ def test_a_gpu() -> None:
 
 # ---------------------------------------------------------------------- TF32
 
-BACKENDS = torch.backends
 
-#: every switch of torch 2.9 and newer; older ones have none of them
-SWITCHES: dict[str, Any] = {
-    "generic": BACKENDS,
-    "cuda.matmul": BACKENDS.cuda.matmul,
-    "cudnn": BACKENDS.cudnn,
-    "cudnn.conv": getattr(BACKENDS.cudnn, "conv", None),
-    "cudnn.rnn": getattr(BACKENDS.cudnn, "rnn", None),
-    "mkldnn": BACKENDS.mkldnn,
-    "mkldnn.matmul": getattr(BACKENDS.mkldnn, "matmul", None),
-    "mkldnn.conv": getattr(BACKENDS.mkldnn, "conv", None),
-    "mkldnn.rnn": getattr(BACKENDS.mkldnn, "rnn", None),
-}
-SWITCHES = {name: owner for name, owner in SWITCHES.items() if hasattr(owner, "fp32_precision")}
-needs_switches = pytest.mark.skipif(not SWITCHES, reason="this torch has only the older calls")
-
-READERS: dict[str, Callable[[], object]] = {
-    "float32_matmul_precision": torch.get_float32_matmul_precision,
-    "cuda.matmul.allow_tf32": lambda: BACKENDS.cuda.matmul.allow_tf32,
-    "cudnn.allow_tf32": lambda: BACKENDS.cudnn.allow_tf32,
-}
+def _old(matmul: str | None = None, cudnn: bool | None = None) -> None:
+    if matmul is not None:
+        torch.set_float32_matmul_precision(matmul)
+    if cudnn is not None:
+        BACKENDS.cudnn.allow_tf32 = cudnn
 
 
-def readings() -> dict[str, object]:
-    """Every switch, old and new; torch refuses to read an old one where the new ones disagree with it."""
-    switches = {name: owner.fp32_precision for name, owner in SWITCHES.items()}
-    return switches | {name: _read_or_not(read) for name, read in READERS.items()}
+def _new(**values: str) -> None:
+    for name, value in values.items():
+        SWITCHES[name.replace("_", ".")].fp32_precision = value
 
 
-def _read_or_not(read: Callable[[], object]) -> object:
-    try:
-        return read()
-    except RuntimeError:
-        return "refuses to be read"
-
-
-PRISTINE = readings()
-
-
-def reset() -> None:
-    for owner in SWITCHES.values():
-        owner.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
-    BACKENDS.cudnn.allow_tf32 = True
-    for name, owner in SWITCHES.items():
-        owner.fp32_precision = PRISTINE[name]
-
-
-@pytest.fixture(autouse=True)
-def _pristine() -> Iterator[None]:
-    """Each test begins and ends with the process as it was."""
-    assert readings() == PRISTINE
-    yield
-    reset()
-    assert readings() == PRISTINE
-
-
-def switch(name: str, value: str) -> None:
-    SWITCHES[name].fp32_precision = value
-
-
-OLD: dict[str, Callable[[], object]] = {
+#: what a process may have set: by the older calls, or by newer switches that agree with them
+BEFORE: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
-    "high": lambda: torch.set_float32_matmul_precision("high"),
-    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "highest": lambda: _old("highest"),
+    "high": lambda: _old("high"),
+    "medium": lambda: _old("medium"),
     "allow_tf32": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", True),
-    "cudnn off": lambda: setattr(BACKENDS.cudnn, "allow_tf32", False),
-    "cudnn off, high": lambda: (setattr(BACKENDS.cudnn, "allow_tf32", False), OLD["high"]()),
+    "cudnn on": lambda: _old(cudnn=True),
+    "cudnn off": lambda: _old(cudnn=False),
+    "cudnn off, high": lambda: _old("high", cudnn=False),
+    "cudnn off, both ieee": lambda: (_old(cudnn=False), _new(cudnn_conv="ieee", cudnn_rnn="ieee")),
+    "matmul ieee": lambda: _new(cuda_matmul="ieee"),
+    "both tf32": lambda: _new(cudnn_conv="tf32", cudnn_rnn="tf32"),
+    "oneDNN ieee": lambda: _new(mkldnn_matmul="ieee"),
+    "oneDNN convolutions bf16": lambda: _new(mkldnn_conv="bf16"),
 }
-NEW: dict[str, Callable[[], object]] = {
-    "matmul tf32": lambda: switch("cuda.matmul", "tf32"),
-    "matmul ieee": lambda: switch("cuda.matmul", "ieee"),
-    "medium, then matmul ieee": lambda: (OLD["medium"](), switch("cuda.matmul", "ieee")),
-    "high, then matmul ieee": lambda: (OLD["high"](), switch("cuda.matmul", "ieee")),
-    "everything tf32": lambda: switch("generic", "tf32"),
-    "everything ieee": lambda: switch("generic", "ieee"),
-    "everything tf32, matmul ieee": lambda: (switch("generic", "tf32"), switch("cuda.matmul", "ieee")),
-    "cudnn ieee": lambda: switch("cudnn", "ieee"),
-    "cudnn tf32": lambda: switch("cudnn", "tf32"),
-    "convolutions ieee": lambda: switch("cudnn.conv", "ieee"),
-    "recurrent ieee": lambda: switch("cudnn.rnn", "ieee"),
-    "mkldnn bf16": lambda: switch("mkldnn.matmul", "bf16"),
-    "mkldnn convolutions tf32": lambda: switch("mkldnn.conv", "tf32"),
+#: what the older calls cannot say, or a wider switch, which TF32 may follow or not
+UNSETTABLE: dict[str, Callable[[], object]] = {
+    "matmul tf32": lambda: _new(cuda_matmul="tf32"),
+    "high, then matmul ieee": lambda: (_old("high"), _new(cuda_matmul="ieee")),
+    "everything tf32": lambda: _new(generic="tf32"),
+    "everything ieee": lambda: _new(generic="ieee"),
+    "cudnn tf32": lambda: _new(cudnn="tf32"),
+    "cudnn ieee": lambda: _new(cudnn="ieee"),
+    "cudnn tf32, high": lambda: (_old("high"), _new(cudnn="tf32")),
+    "convolutions ieee": lambda: _new(cudnn_conv="ieee"),
+    "recurrent ieee": lambda: _new(cudnn_rnn="ieee"),
+    "oneDNN bf16": lambda: _new(mkldnn_matmul="bf16"),
 }
-BEFORE = OLD | (NEW if SWITCHES else {})
 SETTINGS = ("highest", "high", "medium")
 
 
+def _around(before: str, *settings: str) -> list[dict[str, object]]:
+    """The readings before, within each of the settings, one in the other, and after."""
+    BEFORE[before]()
+    found, restores = [readings()], list[Callable[[], None]]()
+    for setting in settings:
+        restores.append(set_tf32(setting))
+        found.append(readings())
+    for restore in reversed(restores):
+        restore()
+        found.append(readings())
+    with BACKENDS.cudnn.flags():  # raises where the switches disagree
+        return found
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
-def test_tf32_is_set_for_products_and_cudnn_readable_meanwhile_and_restored(
-    before: Callable[[], object], setting: str
-) -> None:
-    before()
-    found = readings()
-    restore = set_tf32(setting)
-    assert torch.get_float32_matmul_precision() == setting
-    assert BACKENDS.cuda.matmul.allow_tf32 is (setting != "highest")
-    assert BACKENDS.cudnn.allow_tf32 is (setting != "highest")
-    if SWITCHES:
-        effective = {readings()[name] for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")}
-        assert effective <= {"ieee", "none"} if setting == "highest" else effective == {"tf32"}
-    restore()
-    assert readings() == found
-
-
-@needs_switches
-def test_the_table_holds_a_state_in_which_torch_cannot_say_its_precision() -> None:
-    NEW["matmul tf32"]()
-    with pytest.raises(RuntimeError):
-        torch.get_float32_matmul_precision()
-
-
-@needs_switches
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("later", ["ieee", "tf32", "none"])
-@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
-def test_a_switch_that_followed_the_one_above_it_follows_it_again(
-    before: Callable[[], object], later: str, setting: str
-) -> None:
-    """Not visible in any reading at once: ``torch.backends.fp32_precision`` decides for what was never set itself."""
-    before()
-    switch("generic", later)
-    expected = readings()
-    reset()
-    before()
-    set_tf32(setting)()
-    switch("generic", later)
-    assert readings() == expected
+@pytest.mark.parametrize("before", BEFORE)
+def test_tf32_is_set_readable_meanwhile_and_put_back(before: str, setting: str) -> None:
+    found, within, after = in_a_process(_around, before, setting)
+    allowed = setting != "highest"
+    assert within["float32_matmul_precision"] == setting
+    assert within["cuda.matmul.allow_tf32"] is within["cudnn.allow_tf32"] is allowed
+    effective = {within[name] for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")}
+    assert effective == {"tf32"} if allowed else effective <= {"ieee", "none"}
+    assert after == found
+    assert "refuses to be read" not in {*map(str, found.values())}
 
 
 @pytest.mark.parametrize("inner", SETTINGS)
 @pytest.mark.parametrize("outer", SETTINGS)
 def test_settings_nest(outer: str, inner: str) -> None:
-    restore_outer = set_tf32(outer)
-    found = readings()
-    set_tf32(inner)()
-    assert readings() == found
-    restore_outer()
-    assert readings() == PRISTINE
+    pristine, within_outer, _, back_in_outer, after = in_a_process(_around, "nothing", outer, inner)
+    assert back_in_outer == within_outer
+    assert after == pristine
+
+
+def _refusal(before: str) -> tuple[str, str] | None:
+    (BEFORE | UNSETTABLE)[before]()
+    return tf32_refusal()
+
+
+@pytest.mark.parametrize("before", BEFORE | UNSETTABLE)
+def test_what_the_newer_switches_say_alone_is_refused(before: str) -> None:
+    assert (in_a_process(_refusal, before) is not None) is (before in UNSETTABLE)
+
+
+def _followed(setting: str | None) -> dict[str, object]:
+    if setting is not None:
+        set_tf32(setting)()
+    _new(generic="ieee")
+    return readings()
+
+
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_what_follows_the_wider_switch_follows_it_after_tf32(setting: str) -> None:
+    """No reading shows it at once. After "highest" convolutions keep the value that torch's own setter writes."""
+    assert in_a_process(_followed, setting) == in_a_process(_followed, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "mps"])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch._functorch import config as functorch_config
 
-from lightning_mp import MixedPrecisionPlan
+from lightning_mp import MixedPrecisionPlan, PlanError, callbacks
+from lightning_mp.policy.hardware import Device
 from support.models import Regression
 from support.oracles import MODES, plan_for
+from support.ranks import in_a_process
 from support.running import fit
+from support.tf32 import readings
 from support.traces import lightning_says
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -101,3 +105,61 @@ def test_autocast_is_on_in_the_forward_and_off_in_the_backward(mode: str) -> Non
         fit(module, plugins=[plan_for(mode)], max_steps=1)
         assert module.inside == (True, False)  # without the cache, as in stock Lightning (complaint 9, PL 21611)
         assert module.in_backward is False, f"automatic_optimization={automatic}"
+
+
+# ---------------------------------------------------------------------- TF32, each case in a process of its own
+
+OWNERS: dict[str, Any] = {
+    "plan": lambda setting: {"plugins": [MixedPrecisionPlan("32-true", tf32=setting)]},
+    "callback": lambda setting: {"callbacks": [callbacks.EnableTF32(setting)]},
+}
+each_owner = pytest.mark.parametrize("owner", OWNERS)
+
+
+def _as_on_ampere(owner: str, setting: str, fails: str | None) -> dict[str, Any]:
+    """The readings before, in and after a run on a device that is said to have TF32."""
+    found: dict[str, Any] = {"before": readings()}
+
+    class Looks(Regression):
+        def on_train_start(self) -> None:
+            found["within"] = readings()
+
+    def raises(*_: Any) -> None:
+        raise KeyError("planned")
+
+    module = Looks() if fails is None else type("Fails", (Looks,), {fails: raises})()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_mp.precision.describe", lambda _: Device("cuda", "NVIDIA A100", (8, 0)))
+        patch.setattr("lightning_mp.callbacks.acting.has_tf32", lambda _: True)
+        with pytest.raises(KeyError, match="planned") if fails else nullcontext():
+            fit(module, **OWNERS[owner](setting))
+    found["after"] = readings()
+    return found
+
+
+@each_owner
+@pytest.mark.parametrize("setting", ["high", "highest"])
+@pytest.mark.parametrize("fails", [None, "configure_optimizers", "on_after_backward"])
+def test_tf32_of_a_pristine_process_is_as_before_however_the_run_ends(
+    fails: str | None, setting: str, owner: str
+) -> None:
+    found = in_a_process(_as_on_ampere, owner, setting, fails)
+    assert found["after"] == found["before"]
+    if fails != "configure_optimizers":
+        assert found["within"]["float32_matmul_precision"] == setting
+        assert found["within"]["cudnn.allow_tf32"] is (setting == "high")
+
+
+def _after_a_newer_switch(owner: str) -> tuple[str, bool]:
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
+    before = readings()
+    with pytest.raises(PlanError) as refused:
+        _as_on_ampere(owner, "high", None)
+    return str(refused.value), readings() == before
+
+
+@each_owner
+def test_tf32_that_a_newer_switch_has_set_is_refused_before_the_run(owner: str) -> None:
+    text, untouched = in_a_process(_after_a_newer_switch, owner)
+    assert "torch.backends.fp32_precision, or that of a backend, was set" in text
+    assert untouched
