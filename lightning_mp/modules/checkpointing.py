@@ -81,7 +81,7 @@ class CheckpointedForward(Swapped):
         # a compiled graph changes buffers at its end, once
         run = run if compiling else _RepeatableForward(cast("nn.Module", self), run)
         if state.save_ops is not None:
-            options["context_fn"] = partial(_selective_contexts, state.save_ops, run)
+            options["context_fn"] = partial(_selective_contexts, state.save_ops, None if compiling else run)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
@@ -172,13 +172,13 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def _selective_contexts(save_ops: frozenset[str], run: Any) -> tuple[Any, Any]:
+def _selective_contexts(save_ops: frozenset[str], run: _RepeatableForward | None) -> tuple[Any, Any]:
     def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         kept = str(op) in save_ops
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, again = create_selective_checkpoint_contexts(decide)
-    return first, _Recomputing(run, again) if isinstance(run, _RepeatableForward) else again
+    return first, again if run is None else _Recomputing(run, again)
 
 
 def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Module]:

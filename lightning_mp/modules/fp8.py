@@ -234,9 +234,7 @@ class FP8Forward(Swapped):
                 return nn.functional.linear(input, torchao.restored(module.weight), module.bias)
             return cast("Any", super()).forward(input)
         rows = input.to(running.dtype).reshape(-1, input.shape[-1])
-        seen: fp8_watch.Seen | None = self.__dict__.get(fp8_watch.SEEN) if running.watch.on else None
-        if seen is not None:
-            running.watch.note(rows, module.weight, seen)
+        seen: Tensor | None = self.__dict__.get(fp8_watch.SEEN) if running.watch.on else None
         count = rows.shape[0]
         if count % running.multiple:  # the tokens are what the gradient of the weight sums over
             rows = nn.functional.pad(rows, (0, 0, 0, -count % running.multiple))
@@ -244,7 +242,7 @@ class FP8Forward(Swapped):
         with torch.autocast(running.device_type, enabled=False), _no_inference_mode():
             output = running.product(rows, module.weight.t())[:count]
         if seen is not None:
-            output = running.watch.note_gradient(output, seen)
+            output = running.watch.note(output, rows[:count], module.weight, seen)
         output = output.reshape(*input.shape[:-1], -1)
         bias = cast("Tensor | None", module.bias)
         return output if bias is None else output + bias.to(output.dtype)

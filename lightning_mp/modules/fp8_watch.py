@@ -1,9 +1,9 @@
-"""What the operands of FP8 products lose: noted on the device while they are made, and read when someone asks."""
+"""What the operands of FP8 products lose: noted on the device in the backward pass, and read when someone asks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,24 +14,12 @@ from lightning_mp.numerics.grads import local
 
 #: the operands of a layer's products, in the order in which they are noted
 ROLES = ("input", "weight", "gradient")
-_INPUT, _WEIGHT, _GRADIENT = range(3)
 #: what is noted of each: values flushed to zero, values that were not 0, largest magnitude, smallest scale, how often
 _FLUSHED, _VALUES, _AMAX, _SCALE, _TIMES = range(5)
 #: of more values, evenly spaced rows of about so many are looked at
 _SAMPLE = 2**17
 #: what a module has them as
 SEEN = "_lmp_fp8_seen"
-
-
-class Seen(NamedTuple):
-    """Where one layer notes its operands, and the numbers that are noted: tensors of its own, which nothing aliases.
-
-    ``forward``, (2, 4), is written to. ``gradient``, (5,), is a leaf whose gradient the numbers are: what a backward
-    pass writes into, a compiled forward could not hand to it. They are summed, so that the last is how often.
-    """
-
-    forward: Tensor
-    gradient: Tensor
 
 
 class Watch:
@@ -41,30 +29,25 @@ class Watch:
         self.recipe = recipe
         #: whether the step at hand is watched
         self.on = False
-        self._seen: dict[str, Seen] = {}
+        #: by layer a leaf, (roles, 5), whose gradient the numbers are, summed over passes: checkpointing could not keep
+        #: what a forward writes into, and a compiled forward could not hand on what a backward writes into
+        self._seen: dict[str, Tensor] = {}
 
     def begin(self, layers: Mapping[str, nn.Module], device: torch.device) -> None:
         """A step begins that is to be watched; ``layers`` are the converted ones by name, and stay the same."""
         for name, module in layers.items() if not self._seen else ():
-            made = torch.empty(2, 4, device=device), torch.zeros(5, device=device, requires_grad=True)
-            self._seen[name] = Seen(*made)
+            self._seen[name] = torch.zeros(len(ROLES), 5, device=device, requires_grad=True)
             object.__setattr__(module, SEEN, self._seen[name])
         for seen in self._seen.values():
-            seen.forward.zero_()
-            seen.forward[:, _SCALE] = torch.inf
-            seen.gradient.grad = None
+            seen.grad = None
         self.on = True
 
     def end(self) -> Tensor:
         """The step is over: what was noted, over all ranks; fp32, (layers x roles, 4), on the device."""
         self.on = False
-        forward = torch.stack([seen.forward for seen in self._seen.values()])
-        none = torch.zeros_like(forward[0, 0, :1]).expand(5)
-        gradient = torch.stack(
-            [none if seen.gradient.grad is None else seen.gradient.grad for seen in self._seen.values()]
-        )
-        means = gradient[:, _AMAX:_TIMES] / gradient[:, _TIMES:]  # of its micro-batches
-        table = torch.cat((forward, torch.cat((gradient[:, :_AMAX], means), 1)[:, None]), 1)
+        seen = torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in self._seen.values()])
+        means = seen[..., _AMAX:_TIMES] / seen[..., _TIMES:]  # of its micro-batches
+        table = torch.cat((seen[..., :_AMAX], means), -1)
         if dist.is_initialized() and dist.get_world_size() > 1:
             counts = table[..., :_AMAX].contiguous()
             extremes = torch.stack((table[..., _AMAX], -table[..., _SCALE]), -1).nan_to_num(-torch.inf)
@@ -86,41 +69,40 @@ class Watch:
             if row[_VALUES]
         }
 
-    def note(self, rows: Tensor, weight: Tensor, seen: Seen) -> None:
-        """Note what a layer is about to multiply: rows (tokens, in) and its weight (out, in)."""
-        torch.ops.lightning_mp.note_fp8(local(rows.detach()), seen.forward, self.recipe, _INPUT)
-        if torchao.holds_fp8(weight):
-            _note_held(weight, seen.forward[_WEIGHT])
-        else:
-            torch.ops.lightning_mp.note_fp8(local(weight.detach()), seen.forward, self.recipe, _WEIGHT)
-
-    def note_gradient(self, output: Tensor, seen: Seen) -> Tensor:
-        """``output``, whose gradient will be noted."""
-        return cast("Any", _Noted).apply(output, seen.gradient, self.recipe)
+    def note(self, output: Tensor, rows: Tensor, weight: Tensor, seen: Tensor) -> Tensor:
+        """``output``, whose backward pass notes the operands: rows (tokens, in), the weight (out, in), its gradient."""
+        held = torchao.holds_fp8(weight)
+        of_weight = _of_held(weight) if held else _look_at(weight, self.recipe, "weight")
+        of_input = _look_at(rows, self.recipe, "input")
+        return cast("Any", _Noted).apply(output, seen, of_input, of_weight, self.recipe)
 
 
 @torch.compiler.allow_in_graph
 class _Noted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, probe: Tensor, recipe: str) -> Tensor:
+    def forward(ctx: Any, output: Tensor, seen: Tensor, of_input: Tensor, of_weight: Tensor, recipe: str) -> Tensor:
         ctx.recipe = recipe
+        ctx.save_for_backward(of_input, of_weight)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], torch.ops.lightning_mp.look_at_fp8(local(gradients[0]), ctx.recipe, _GRADIENT), None
+        of_gradient = _look_at(gradients[0], ctx.recipe, "gradient")
+        return gradients[0], torch.stack((*ctx.saved_tensors, of_gradient)), None, None, None
 
 
-# Operators of their own, so that torch.compile leaves them whole, and checkpointing and the audit see no products.
+def _look_at(values: Tensor, recipe: str, role: str) -> Tensor:
+    return torch.ops.lightning_mp.look_at_fp8(local(values.detach()), recipe, role)
+
+
+# An operator of its own, so that torch.compile leaves it whole, and checkpointing and the audit see no products.
 @torch.library.custom_op("lightning_mp::look_at_fp8", mutates_args=())
-def _look(values: Tensor, recipe: str, role: int) -> Tensor:
+def _look(values: Tensor, recipe: str, role: str) -> Tensor:
     rows = values.reshape(-1, values.shape[-1])
     if not rows.numel():
-        nothing = values.new_zeros(5, dtype=torch.float32)
-        nothing[_SCALE] = torch.inf
-        return nothing
+        return values.new_zeros(5, dtype=torch.float32)
     with torch.no_grad():
-        scale, as_fp8 = torchao.scaling(rows, recipe, ROLES[role])
+        scale, as_fp8 = torchao.scaling(rows, recipe, role)
         step = max(1, rows.numel() // _SAMPLE)
         some = rows[::step]
         rounded = as_fp8(some.float() * (scale[::step] if scale.dim() else scale))
@@ -130,29 +112,14 @@ def _look(values: Tensor, recipe: str, role: int) -> Tensor:
 
 
 @_look.register_fake
-def _(values: Tensor, recipe: str, role: int) -> Tensor:
+def _(values: Tensor, recipe: str, role: str) -> Tensor:
     return values.new_empty(5, dtype=torch.float32)
 
 
-@torch.library.custom_op("lightning_mp::note_fp8", mutates_args=("seen",))
-def _note(values: Tensor, seen: Tensor, recipe: str, role: int) -> None:
-    _add(seen[role], _look(values, recipe, role))
-
-
-@_note.register_fake
-def _(values: Tensor, seen: Tensor, recipe: str, role: int) -> None: ...
-
-
 @torch.no_grad()
-def _note_held(weight: Tensor, seen: Tensor) -> None:
+def _of_held(weight: Tensor) -> Tensor:
     """Of a weight that was gathered in FP8 its zeros are what was flushed: a trained weight is hardly ever 0."""
     data, scale = torchao.held(weight)
     numbers = data.float()
-    size = torch.full_like(scale, float(numbers.numel()))
-    _add(seen, torch.stack([(numbers == 0).sum().float(), size, numbers.abs().amax() / scale, scale]))
-
-
-def _add(seen: Tensor, numbers: Tensor) -> None:
-    seen[:_AMAX] += numbers[:_AMAX]
-    seen[_AMAX] = torch.maximum(seen[_AMAX], numbers[_AMAX])
-    seen[_SCALE] = torch.minimum(seen[_SCALE], numbers[_SCALE])
+    size, once = torch.full_like(scale, float(numbers.numel())), torch.ones_like(scale)
+    return torch.stack([(numbers == 0).sum().float(), size, numbers.abs().amax() / scale, scale, once])

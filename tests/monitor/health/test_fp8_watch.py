@@ -56,7 +56,7 @@ def test_under_mxfp8_a_block_of_small_numbers_is_flushed_by_a_large_one_in_it_al
     rows = torch.full((4, 64), 1e-6)
     rows[:, 0] = 448.0
     watch.begin({"it": layer}, CPU)
-    watch.note(rows, layer.weight, layer.__dict__["_lmp_fp8_seen"])
+    watch.note(layer(rows), rows, layer.weight, layer.__dict__["_lmp_fp8_seen"]).sum().backward()
     flushed, largest, scale = watch.operands(watch.end().tolist())["it", "input"]
     assert (flushed, largest, scale) == (pytest.approx(31 / 64), 448.0, 1.0)
 
@@ -68,8 +68,7 @@ def test_it_is_what_torchao_makes_of_the_operands(recipe: str) -> None:
     layer.weight.data = wide(32, 64)
     watch.begin({"it": layer}, CPU)
     seen = layer.__dict__["_lmp_fp8_seen"]
-    watch.note(rows, layer.weight, seen)
-    watch.note_gradient(layer(rows), seen).backward(gradient)
+    watch.note(layer(rows), rows, layer.weight, seen).backward(gradient)
     found = watch.operands(watch.end().tolist())
     for role, values in zip(ROLES, (rows, layer.weight.detach(), gradient), strict=True):
         held = cast_by_torchao(values, recipe, role)
@@ -109,16 +108,19 @@ def test_watching_changes_no_bit_and_sees_every_layer_and_role(recipe: str, tmp_
     assert written == health.fp8_rows
 
 
+CHECKPOINTING = {"full": "Block", "selective": {"modules": "Block", "mode": "selective"}}
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing asks
-@pytest.mark.parametrize(
-    "how",
-    [{"rule": {"checkpointing": "Block"}}, {"rule": {"checkpointing": {"modules": "Block", "mode": "selective"}}},
-     {"compiled": "aot_eager"}],
-    ids=["full checkpointing", "selective checkpointing", "compiled"],
-)  # fmt: skip
-def test_checkpointing_and_compile_see_the_same(how: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("checkpointing", [None, *CHECKPOINTING])
+def test_checkpointing_and_compile_see_the_same(
+    checkpointing: str | None, compiled: str | None, tmp_path: Path
+) -> None:
+    torch._dynamo.reset()
     plain, module, _ = watched(tmp_path / "plain", steps=3)
-    other, same, _ = watched(tmp_path / "other", steps=3, **how)
+    rule = {"checkpointing": CHECKPOINTING.get(checkpointing or "")}
+    other, same, _ = watched(tmp_path / "other", steps=3, compiled=compiled, rule=rule)
     assert other.fp8_rows == plain.fp8_rows
     assert fp8.same(same, module)
 
