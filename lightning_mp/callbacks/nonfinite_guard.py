@@ -221,7 +221,8 @@ class _Run:
         flags = torch.zeros(2, dtype=torch.float32, device=self._one.device)
         if self.losses:
             flags[0] = (~torch.isfinite(torch.stack(self.losses))).any()
-        grads.unscale_and_check_(grads.gradients(grads.parameters_of(optimizer)), self._one, flags[1])
+        found = grads.gradients(grads.parameters_of(optimizer))
+        grads.unscale_and_check_(found, self._one, flags[1], scaled=False)
         if self.trainer.world_size > 1:
             max_over_ranks_(flags)
         bad_loss, bad_gradient = map(bool, flags.tolist())  # the one device sync of a step

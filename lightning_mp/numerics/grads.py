@@ -58,41 +58,51 @@ def local(tensor: Tensor) -> Tensor:
         return cast("Any", tensor).to_local()
 
 
-def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, *, scaled: bool = True) -> None:
     """Multiply ``grads`` by ``inv_scale`` in place and set ``found_inf`` to 1 where any was not finite.
 
-    ``inv_scale`` and ``found_inf`` are fp32 scalars on one device; nothing is read back. With ``inv_scale`` 1 the
-    gradients keep their bits. One multi-tensor kernel a device and dtype: the one behind ``torch.amp.GradScaler``.
+    ``inv_scale`` and ``found_inf`` are fp32 scalars on one device; nothing is read back. One multi-tensor kernel a
+    device and dtype: the one behind ``torch.amp.GradScaler``. Gradients that are not ``scaled`` keep their bits;
+    ``inv_scale`` is 1 then.
     """
-    for members in _by_device_and_dtype(grads):
-        device = members[0].device
+    members = list(grads)
+    for device, by_dtype in _places(members).items():
         here = device == found_inf.device
         flag = found_inf if here else torch.zeros_like(found_inf, device=device)
         inverse = inv_scale if here else inv_scale.to(device)
-        if members[0].dtype is torch.bfloat16 and device.type != "cpu":
-            _unscale_and_check_by_norm_(members, inverse, flag)
-        else:
-            compat.unscale_and_check_(members, flag, inverse)
+        for dtype, places in by_dtype.items():
+            alike = [members[place] for place in places]
+            if dtype is torch.bfloat16 and device.type != "cpu":
+                _check_by_norm_(alike, flag)
+                if scaled:
+                    _multiply_(alike, inverse)
+            else:
+                compat.unscale_and_check_(alike, flag, inverse)
         if not here:
             found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
 
 
-def _unscale_and_check_by_norm_(members: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """The same for bf16, which torch's kernel does not take on CUDA (pytorch/pytorch issue 127176).
+def _check_by_norm_(members: list[Tensor], found_inf: Tensor) -> None:
+    """Set ``found_inf`` for bf16, which torch's kernel does not take on CUDA (pytorch/pytorch issue 127176).
 
     The largest magnitude of a tensor is finite exactly where all of it is.
     """
-    largest = torch.stack([norm.float() for norm in compat.norms(members, math.inf)])
-    found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(largest)).any().to(found_inf.dtype)))
-    for member in members:
-        member.mul_(inv_scale)
+    finite = (torch.stack([*compat.norms(members, math.inf)]) <= torch.finfo(torch.bfloat16).max).all()
+    found_inf.masked_fill_(~finite, 1.0)
 
 
-def _by_device_and_dtype(grads: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in grads:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return groups.values()
+def _multiply_(members: list[Tensor], factor: Tensor) -> None:
+    """In one launch: on CUDA the kernel takes a factor of the members' dtype, else it is one launch for each."""
+    compat.multiply_(members, factor if factor.device.type == "cpu" else factor.to(members[0].dtype))
+
+
+def _places(tensors: Sequence[Tensor]) -> dict[torch.device, dict[torch.dtype, list[int]]]:
+    """Where in ``tensors`` those of each device and dtype are, less empty ones: a rank may hold nothing of one."""
+    found: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.numel():
+            found.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(place)
+    return found
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -188,20 +198,12 @@ def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
     norms = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
-    for dtype, places in _by_dtype(tensors).items():
-        members = [tensors[place] for place in places]
-        for place, norm in zip(places, compat.norms(members, 2, torch.float32 if dtype in HALF else None), strict=True):
-            norms[place] = norm.to(device, torch.float32)
+    for dtype, places in chain.from_iterable(by_dtype.items() for by_dtype in _places(tensors).values()):
+        alike = compat.norms([tensors[place] for place in places], 2, torch.float32 if dtype in HALF else None)
+        moved = torch.stack([*alike]).to(device, torch.float32)  # together: each copy from another device waits
+        for place, norm in zip(places, moved.unbind(), strict=True):
+            norms[place] = norm
     return torch.stack(norms)
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[int]]:
-    """Where in ``tensors`` those of each dtype are."""
-    found: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if tensor.numel():  # a rank may hold nothing of a small parameter
-            found.setdefault(tensor.dtype, []).append(place)
-    return found
 
 
 def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
@@ -211,8 +213,11 @@ def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> No
     """
     # torch.nn.utils.clip_grads_with_norm_'s rule, its constant included
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for members in _by_device_and_dtype(gradients(parameters)):
-        compat.multiply_(members, factor.to(members[0].device))
+    members = gradients(parameters)
+    for device, by_dtype in _places(members).items():
+        moved = factor.to(device)
+        for places in by_dtype.values():
+            _multiply_([members[place] for place in places], moved)
 
 
 # ------------------------------------------------------------------ the step
@@ -224,7 +229,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
     A fused optimizer takes the flag on the device. Any other has to be asked for on the host: ``read(found_inf)``.
     Returns what the optimizer returned, ``None`` where it was not called.
     """
-    if not compat.takes_flag(optimizer) or _makes_momentum(optimizer):
+    if not compat.takes_flag(optimizer) or _is_offloaded(optimizer, found_inf) or _makes_momentum(optimizer):
         return None if read(found_inf) else optimizer.step(**kwargs)
     flagged = cast("Any", optimizer)
     flagged.grad_scale, flagged.found_inf = None, found_inf
@@ -232,6 +237,12 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
         return optimizer.step(**kwargs)
     finally:
         del flagged.grad_scale, flagged.found_inf
+
+
+def _is_offloaded(optimizer: Optimizer, found_inf: Tensor) -> bool:
+    # torch's fused optimizers copy the flag to the host without waiting for it, and their kernel reads it at once
+    on_cpu = (parameter.device.type == "cpu" for parameter in parameters_of(optimizer))
+    return found_inf.device.type != "cpu" and any(on_cpu)
 
 
 def _makes_momentum(optimizer: Optimizer) -> bool:

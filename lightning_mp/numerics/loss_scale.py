@@ -473,7 +473,7 @@ class LossScaler(GradScaler):
     def _check(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
         flag = self._flag(known) if known.flag is None else known.flag
         one: Any = torch.ones_like(flag) if self.enabled else self.state.scale
-        unscale_and_check_(gradients(parameters), one, flag)
+        unscale_and_check_(gradients(parameters), one, flag, scaled=False)
 
     def _divide(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
         scale: Any = self.place().scale

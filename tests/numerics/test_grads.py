@@ -105,18 +105,41 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_kernels_of_a_norm_and_its_clipping_are_as_many_for_60_parameters_as_for_6() -> None:
-    counts, dtypes = [], (torch.float32, torch.float16, torch.bfloat16)
-    for each in (2, 20):
-        held = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes for _ in range(each)]
-        for parameter in held:
-            parameter.grad = torch.full_like(parameter, 2)
-        with Calls() as calls:
-            grads.clip_to_(held, 1.0, grads.global_norm(held, torch.device("cpu")))
-        counts.append(calls.count)
-        norm = torch.cat([parameter.grad.float() for parameter in held if parameter.grad is not None]).norm()
+def _calls(each: int, dtypes: tuple[torch.dtype, ...], held: str, run: str) -> int:
+    """How many operators a check, a norm and its clipping take; parameters on ``held``, the norm on ``run``."""
+    members = [nn.Parameter(torch.ones(3, dtype=dtype, device=held)) for dtype in dtypes for _ in range(each)]
+    for parameter in members:
+        parameter.grad = torch.full_like(parameter, 2)
+    one, flag = torch.ones((), device=run), torch.zeros((), device=run)
+    with Calls() as calls:
+        total = grads.global_norm(members, torch.device(run))
+        if held == run:  # from meta nothing can be copied
+            grads.clip_to_(members, 1.0, total)
+            for scaled in (True, False):
+                unscale_and_check_(grads.gradients(members), one, flag, scaled=scaled)
+    if run == "cpu":
+        norm = torch.cat([parameter.grad.float() for parameter in members if parameter.grad is not None]).norm()
         assert norm.item() == pytest.approx(1, rel=2.0**-8)
-    assert counts[0] == counts[1]
+    return calls.count
+
+
+@pytest.mark.parametrize("dtypes", [(SINGLE,), (HALF,), (BRAIN,), (SINGLE, HALF, BRAIN)], ids=str)
+@pytest.mark.parametrize(("held", "run"), [("cpu", "cpu"), ("meta", "meta"), ("cpu", "meta")])
+def test_a_check_a_norm_and_its_clipping_take_as_many_operators_for_60_parameters_as_for_6(
+    held: str, run: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Meta stands for any device but a CPU; a norm on another device than the parameters is an offload's."""
+    few, many = (_calls(each, dtypes, held, run) for each in (2, 20))
+    assert few == many
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
+def test_a_check_takes_at_most_6_operators_on_any_device(dtype: torch.dtype) -> None:
+    members = [torch.ones(3, dtype=dtype, device="meta") for _ in range(300)]
+    one, flag = torch.ones((), device="meta"), torch.zeros((), device="meta")
+    with Calls() as calls:
+        unscale_and_check_(members, one, flag, scaled=False)
+    assert calls.count <= 6
 
 
 def test_a_norm_beyond_fp16_of_fp16_gradients_is_finite_and_clips_to_what_was_asked() -> None:
@@ -173,20 +196,28 @@ def test_the_host_is_asked_only_where_the_device_cannot_decide(make: Callable[..
     assert asked == reads
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "SGD"])
+@pytest.mark.parametrize("overflow", [True, False])
+def test_a_flag_that_is_elsewhere_than_an_offloaded_parameter_is_read_before_the_step(
+    overflow: bool, name: str
+) -> None:
+    """A fused optimizer would copy it to the CPU without waiting for it."""
+    model, asked = net(), []
+    optimizer, before = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True), weights(model)
+    for member in model.parameters():
+        member.grad = torch.ones_like(member)
+    step_unless(optimizer, torch.zeros((), device="meta"), lambda flag: asked.append(flag.device.type) or overflow)
+    assert asked == ["meta"]
+    assert same_weights(weights(model), before) is overflow
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.3e38, None])
 def test_bf16_is_checked_without_torchs_kernel_as_with_it(bad: float | None) -> None:
     """On CUDA that kernel takes no bf16 (pytorch/pytorch issue 127176): the largest magnitude tells the same."""
-    flags, results = [], []
-    for check in (grads._unscale_and_check_by_norm_, torch._amp_foreach_non_finite_check_and_unscale_):
-        members = [torch.arange(1.0, 7.0, dtype=torch.bfloat16), torch.full((3, 2), -2.5, dtype=torch.bfloat16)]
-        if bad is not None:
-            members[1][2, 1] = bad
-        found, inverse = torch.zeros(()), torch.tensor(1 / 64)
-        if check is torch._amp_foreach_non_finite_check_and_unscale_:
-            check(members, found, inverse)
-        else:
-            check(members, inverse, found)
-        flags.append(found.item())
-        results.append([member.nan_to_num(7.0).tolist() for member in members])
-    assert flags[0] == flags[1] == float(bad is not None and not math.isfinite(torch.tensor(bad).bfloat16().item()))
-    assert results[0] == results[1]
+    members = [torch.arange(1.0, 7.0, dtype=BRAIN), torch.full((3, 2), -2.5, dtype=BRAIN)]
+    if bad is not None:
+        members[1][2, 1] = bad
+    flag, flag_of_torch = torch.zeros(()), torch.zeros(())
+    grads._check_by_norm_(members, flag)
+    torch._amp_foreach_non_finite_check_and_unscale_(members, flag_of_torch, torch.ones(()))
+    assert flag == flag_of_torch == float(bad is not None and not math.isfinite(torch.tensor(bad).bfloat16().item()))
