@@ -33,7 +33,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch import backward_traced_outside_autocast
 from lightning_mp.deepspeed_config.merge import DeepSpeedJson, DeepSpeedNotes
-from lightning_mp.engines import diagnosis, for_strategy, optimizer_facts, plan_base
+from lightning_mp.engines import alike, diagnosis, for_strategy, optimizer_facts, plan_base
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.engines.skip_aware import SkipAwareHooks, may_change_gradients
@@ -241,6 +241,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
                 run = PlanRun(self, trainer, faults)
             layout = for_strategy.check(strategy, engine, module, faults)
+        if engine.distributed:
+            auto_on = device.name if self._declared.precision == "auto" else ""
+            alike.compare(repr(self.from_policy(self.policy)), auto_on, module, self._device, faults)
         faults.raise_if_any()
         self._begin(engine, module, run, device)
         return layout

@@ -20,6 +20,11 @@ from lightning_mp.errors import Fault, PlanError
 # ------------------------------------------------------------------ DDP
 
 
+def left_out_by_ddp(module: nn.Module) -> Iterable[str]:
+    """The parameters and buffers that the user told DDP to leave alone, which each rank may have by itself."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+
+
 def register_comm_hooks(model: Any) -> bool:
     """Give DDP's reducer, which is new, the communication hooks that the last one had; whether there are any."""
     for hook, state in model._comm_hooks:
@@ -343,6 +348,9 @@ def _take_off(patched: Iterable[Any], *names: str) -> None:
 
 
 # ------------------------------------------------------------------ FSDP1
+
+#: the attribute of a module in which its wrapper is kept
+FSDP1_ROOT = "_lmp_fsdp1_root"
 
 
 def flat_members(unit: Any) -> Iterator[tuple[Tensor, torch.Size]]:

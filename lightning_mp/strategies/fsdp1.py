@@ -28,6 +28,7 @@ from lightning_mp.compat.lightning import (
     move_torchmetrics_to_device,
     optimizers_to_device,
 )
+from lightning_mp.compat.torch_sharding import FSDP1_ROOT
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults
@@ -45,8 +46,6 @@ _REFUSED = {
     **dict.fromkeys(("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy"), _THE_PLANS),
     **dict.fromkeys(("ignored_states", "ignored_modules", "ignored_parameters", "param_init_fn"), _INSTEAD),
 }
-#: the attribute of a module in which its wrapper is kept
-_ROOT = "_lmp_fsdp1_root"
 
 
 class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
@@ -107,7 +106,7 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         if not module.automatic_optimization and fitting:
             # a backward pass inside training_step is one inside the root's forward, which FSDP1 does not survive
             faults.add("automatic_optimization=False under FSDP1", "use strategy='mp_fsdp2' or 'mp_ddp'")
-        if _ROOT in vars(module):
+        if FSDP1_ROOT in vars(module):
             if fitting or any(parameter.dtype != stored for parameter in module.parameters()):
                 faults.add("another fit, or plan, of a module that FSDP1 wrapped", f"make a new module, or {_INSTEAD}")
             return None
@@ -135,13 +134,13 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         plan, module, fitting = plan_of(self), cast("Any", self.model), trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
-        with _unwrapped(module) if _ROOT in vars(module) else nullcontext():
+        with _unwrapped(module) if FSDP1_ROOT in vars(module) else nullcontext():
             policy = plan.apply(module)
         if fitting:
             self.setup_optimizers(trainer)
-        if _ROOT not in vars(module):
-            vars(module)[_ROOT] = self._wrap_units(module, policy)
-        self.model = vars(module)[_ROOT]
+        if FSDP1_ROOT not in vars(module):
+            vars(module)[FSDP1_ROOT] = self._wrap_units(module, policy)
+        self.model = vars(module)[FSDP1_ROOT]
         self.barrier()
         self.setup_precision_plugin()
         if fitting and not self.cpu_offload.offload_params:

@@ -1,0 +1,105 @@
+"""That ranks have the same plan and the same module, compared before a strategy's first collective on either."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_mp.compat.torch_sharding import FSDP1_ROOT, left_out_by_ddp
+from lightning_mp.errors import Fault, Faults
+
+#: ranks that are named where more have the same
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a rank is about to run; ``device`` is not compared, and told where ``auto`` was decided by it."""
+
+    plan: str
+    tensors: list[str]
+    faults: list[Fault]
+    device: str = field(repr=False)
+
+
+def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, faults: Faults) -> None:
+    """Note on every rank, in place of what each noted by itself, where they differ; called by all of them.
+
+    ``plan`` is the resolved one, ``auto_on`` the device that decided it. A digest is reduced, one device sync; the rest
+    travels only where digests differ.
+    """
+    mine = Rank(plan, list(_described(module)), faults.found, auto_on)
+    digest = hashlib.sha256(repr(mine).encode()).digest()
+    words = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, len(digest), 4)]
+    extremes = torch.tensor([words, [-word for word in words]], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    largest, smallest = extremes.tolist()
+    if largest == [-word for word in smallest]:
+        return
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    # what a rank cannot run may follow from another plan or module
+    faults.found[:] = _plans(ranks) or _modules(type(module).__name__, ranks) or _faults(ranks)
+
+
+def _described(module: nn.Module) -> Iterator[str]:
+    left_out, pieces = left_out_by_ddp(module), FSDP1_ROOT in vars(module)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name not in left_out:
+            kind = (
+                "a buffer" if not isinstance(tensor, nn.Parameter) else "trained" if tensor.requires_grad else "frozen"
+            )
+            shape = "" if pieces else f" of {_shape(tensor)}"
+            meta = " on the meta device" if tensor.is_meta else ""
+            yield f"{name!r}{shape} in {str(tensor.dtype).removeprefix('torch.')}{meta}, {kind},"
+
+
+def _shape(tensor: Tensor) -> Any:
+    return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+
+
+def _plans(ranks: Sequence[Rank]) -> list[Fault]:
+    if len({rank.plan for rank in ranks}) == 1:
+        return []
+    shown = _by_rank([f"{rank.plan} for {rank.device}" if rank.device else rank.plan for rank in ranks])
+    if any(rank.device for rank in ranks):
+        given = f"precision='auto' differs between ranks: it is {shown}"
+        return [Fault(given, "", "give every rank the one that all of these devices can run")]
+    return [Fault(f"the plan differs between ranks: {shown}", "", "give every rank the same")]
+
+
+def _modules(name: str, ranks: Sequence[Rank]) -> list[Fault]:
+    for places in zip_longest(*(rank.tensors for rank in ranks), fillvalue="nothing more"):
+        if len(set(places)) > 1:
+            given = f"{name} differs between ranks: it has {_by_rank(places)}"
+            return [Fault(given, "", "make the same module on every rank, and freeze the same parameters")]
+    return []
+
+
+def _faults(ranks: Sequence[Rank]) -> list[Fault]:
+    merged: list[Fault] = []
+    for fault in dict.fromkeys(fault for rank in ranks for fault in rank.faults):
+        holding = [number for number, rank in enumerate(ranks) if fault in rank.faults]
+        everywhere = len(holding) == len(ranks)
+        merged.append(fault if everywhere else replace(fault, given=f"{fault.given}, on {_named(holding)}"))
+    return merged
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    numbers: dict[str, list[int]] = {}
+    for number, value in enumerate(values):
+        numbers.setdefault(value, []).append(number)
+    return "; ".join(f"{value} on {_named(held)}" for value, held in numbers.items())
+
+
+def _named(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - _NAMED} others" if len(numbers) > _NAMED else ""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:_NAMED]))}{more}"
