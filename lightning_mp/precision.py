@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import deepcopy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +32,9 @@ from lightning_mp.compat.torch import backward_traced_outside_autocast
 from lightning_mp.deepspeed_config.merge import DeepSpeedJson, DeepSpeedNotes
 from lightning_mp.engines import alike, diagnosis, for_strategy, optimizer_facts, plan_base
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.plan_base import PlanBase
-from lightning_mp.engines.skip_aware import SkipAwareHooks, may_change_gradients
+from lightning_mp.engines.plan_base import PlanBase, Run, Runs
 from lightning_mp.errors import Faults, PlanError, near_keywords
-from lightning_mp.modules.patterns import call_with_original_classes
-from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe, to_torch
-from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe
 from lightning_mp.policy import PrecisionPolicy, hardware, load, presets
 from lightning_mp.policy.pieces import call
 from lightning_mp.policy.precision_policy import (
@@ -52,12 +46,7 @@ from lightning_mp.policy.precision_policy import (
     Precision,
 )
 
-if TYPE_CHECKING:
-    from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
-
 _NOTHING = nullcontext()
-#: what stays when another Trainer takes the plan; all other attributes belong to one Trainer's run
-_OF_ALL_RUNS = ("_declared", "_others", "_around", "_original", "_latest", "_ran")
 
 
 def unpickled(
@@ -65,8 +54,7 @@ def unpickled(
 ) -> MixedPrecisionPlan:
     """A plan that was pickled, of plain values, so that torch's ``weights_only=True`` takes it."""
     plan: Any = MixedPrecisionPlan.from_policy(PrecisionPolicy.from_dict(declared))
-    plan.policy, plan._ran = PrecisionPolicy.from_dict(policy), True
-    plan._start_over()
+    plan._run = Run(PrecisionPolicy.from_dict(policy), used=True)
     plan.load_state_dict(state)
     if notes is not None:
         plan.deepspeed_notes = DeepSpeedNotes(**notes)
@@ -76,7 +64,7 @@ def unpickled(
 torch.serialization.add_safe_globals([unpickled])
 
 
-class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
+class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Carries a precision policy out as a Lightning plugin: ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
 
     It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
@@ -118,20 +106,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         self._declare(PrecisionPolicy(**dtypes, **steps, **modules))
 
     def _declare(self, policy: PrecisionPolicy) -> None:
-        self.policy = self._declared = policy
-        self._device = torch.device("cpu")
-        #: whether the last call of optimizer_step made a step; it does not where training_step returned None
-        self._stepped = False
-        #: keeps schedulers from moving on a skipped step; installed in the first step
-        self._hooks: SkipAwareHooks | None = None
-        self._checks_again = False
-        self._run: PlanRun | None = None
-        #: restores the process-global switches and the methods that a run changes
-        self._undo = ExitStack()
-        #: the attributes of other Trainers' runs, and the Trainers whose running fit started this run, outermost first
-        self._others: WeakKeyDictionary[Trainer, dict[str, Any]] = WeakKeyDictionary()
-        self._around: list[Trainer] = []
-        self._start_over()
+        self._declared, self._run, self._runs = policy, Run(policy), Runs()
 
     @classmethod
     def from_policy(cls, policy: PrecisionPolicy) -> MixedPrecisionPlan:
@@ -155,33 +130,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         with load.named_lines(config):
             return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
-    def _start_over(self) -> None:
-        self.precision = cast("Any", self.policy.precision)
-        rule = self.policy.loss_scaling if self.policy.precision != "auto" else None
-        self.loss_scaler = LossScaler(rule, on_step=self._on_users_step)
-        self.scaler = cast("Any", self.loss_scaler if self.loss_scaler.enabled else None)
-        self._desired_input_dtype = to_torch(self.policy.storage_dtype)
-        self._autocast_dtype = to_torch(self.policy.compute_dtype) if self.policy.mixed else None
-        self._half_storage = self._desired_input_dtype != torch.float32
-
-    def _on_users_step(self) -> None:
-        if self.engine is not None:
-            self.engine.check_budget(None)
-
-    def _global_step(self) -> int:
-        trainer = self.trainer
-        return self.loss_scaler.attempts if trainer is None else trainer.global_step
-
     def __getstate__(self) -> dict[str, Any]:
-        # A copy belongs to no run: it has no Trainer, no engine, and nothing to restore.
-        detached = dict.fromkeys(("_trainer", "engine", "_fp8", "_run", "_hooks", "_original", "_latest"))
-        others = {"_others": WeakKeyDictionary[Any, Any](), "_around": []}
-        return {**self.__dict__, **detached, **others, "_undo": ExitStack()}
+        return {**self.__dict__, "_run": self._run.copy(), "_runs": Runs()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionPlan:
         copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__dict__.update(deepcopy(self.__getstate__(), memo))
-        copied._original = weakref.ref(self)
+        # Packages copy their arguments: what the copy counts can be asked of the plan that the user holds.
+        copied.__dict__.update(self.__dict__, _run=self._run.copy())
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -216,86 +171,72 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         zero = ["deepspeed"] if isinstance(strategy, DeepSpeedStrategy) else []
         require_versions("MixedPrecisionPlan", "torch", "lightning", *zero)
         self._attach(trainer, module)
-        faults, device = Faults(), describe(self._device)
+        run, faults = self._run, Faults()
+        device = describe(run.device)
         self._resolve(device, module, strategy)
-        if self._around and self._around[-1].strategy.lightning_module is module and not for_strategy.shards(strategy):
+        if run.within(module) and not for_strategy.shards(strategy):
             return None  # prepared already, by the run around this one
         for_strategy.check_device(self.policy, device, faults)
         engine = for_strategy.engine_of(strategy)(
             self.policy,
-            device=self._device,
-            scaler=self.loss_scaler,
+            device=run.device,
+            scaler=run.loss_scaler,
             distributed=for_strategy.is_distributed(strategy),
-            global_step=self._global_step,
+            global_step=run.global_step,
         )
         engine.check(module, faults)
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        run = layout = None
+        bad_steps = layout = None
         if trainer is not None and strategy is not None:
             if engine.fp8 is not None:
                 engine.fp8.stages = trainer.state, RunningStage.TRAINING
             if fitting:
                 engine.synced = for_strategy.synced(strategy, module, faults)
-                # here: much to load for a plan that runs no fit
-                from lightning_mp.monitor.nonfinite.bad_steps import PlanRun
+                if self.policy.nonfinite.watches:
+                    from lightning_mp.monitor.nonfinite.bad_steps import BadStepCallback
 
-                run = PlanRun(self, trainer, faults)
+                    bad_steps = BadStepCallback(self, trainer, faults)
             layout = for_strategy.check(strategy, engine, module, faults)
         if engine.distributed:
             auto_on = device.name if self._declared.precision == "auto" else ""
             alike.compare(repr(self.from_policy(self.policy)), auto_on, module, self._device, faults)
         faults.raise_if_any()
-        self._begin(engine, module, run, device)
-        return layout
-
-    def _begin(self, engine: StepEngine, module: nn.Module, run: PlanRun | None, device: hardware.Device) -> None:
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
-        self._run = run  # before it begins: a logger that fails then is no reason to leave its callback behind
-        if run is not None:
-            run.begin(module, engine)
-        self.engine, self._fp8 = engine, engine.fp8
-        engine.prepare(module)
+        if bad_steps is not None:
+            run.cleanup.callback(bad_steps.remove)
+            bad_steps.insert()
+        if trainer is not None and fitting:
+            self._announce(engine, module, trainer)
+        run.begin(engine, module)
         restore_tf32 = for_strategy.switch_tf32(self.policy, device)
         if restore_tf32 is not None:
-            self._undo.callback(restore_tf32)
-        if self.policy.pins and trainer_of(module) is not None:
-            # Else torch's encoder layers read their children's weights in evaluation, past the pins.
-            self._undo.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)
-        if run is not None:
-            self._undo.callback(call_with_original_classes(module, "configure_optimizers"))
+            run.cleanup.callback(restore_tf32)
+        return layout
+
+    def _announce(self, engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
+        """Before the module is changed: warn of what the cheap checks find, say what is declared, and log it."""
+        from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
+
+        warn_at_fit(module, self.policy)
+        plan_base.began(engine, module, trainer)
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
-        before = None if self._trainer is None else self._trainer()
-        running = before is not None and before.state.status == TrainerStatus.RUNNING and self.engine is not None
-        if before is not None and running and before is not trainer:
-            self._around.append(before)  # until the teardown of this one
-        else:
-            self._release()
+        """Take the run of ``trainer``: the next stage of the one at hand, one that it had before, or a new one."""
+        run, before = self._run, self.trainer
+        running = run.engine is not None and before is not None and before.state.status == TrainerStatus.RUNNING
+        nested = running and before is not trainer
+        if not nested:
+            run.release()
         if trainer is None:
             first = next(module.parameters(), None)
-            self._device = torch.device("cpu") if first is None else first.device
+            run.device = torch.device("cpu") if first is None else first.device
             return
-        if self._ran and before is not trainer:  # a new run, not the next stage of this one
-            self._put_aside(before)
-            if trainer in self._others:
-                self.__dict__.update(self._others.pop(trainer))
-            else:
-                self.policy = self._declared
-                self._start_over()
-        self._device = trainer.strategy.root_device
-        self._trainer, self._ran = weakref.ref(trainer), True
-        original = None if self._original is None else self._original()
-        if original is not None and not original._ran:
-            original._latest = self  # its counts are asked for, which only a copy has
-
-    def _put_aside(self, trainer: Trainer | None) -> None:
-        """Keep the attributes of a Trainer's run while another Trainer has the plan."""
-        if trainer is not None:
-            self._others[trainer] = {name: one for name, one in vars(self).items() if name not in _OF_ALL_RUNS}
-        self.engine, self._fp8, self._run = None, None, None
-        self._hooks, self._undo = None, ExitStack()
+        if run.used and before is not trainer:
+            self._run = self._runs.of.get(trainer) or Run(self._declared)
+            self._run.outer = run if nested else None
+        self._run.attach(trainer)
+        self._runs.of[trainer] = self._runs.latest = self._run
 
     def _resolve(self, device: hardware.Device, module: nn.Module, strategy: Strategy | None) -> None:
         policy = self.policy
@@ -303,8 +244,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
             policy = for_strategy.resolved(policy, device, module)
         policy = for_strategy.completed(strategy, policy)
         if policy != self.policy:
-            self.policy = policy
-            self._start_over()
+            self._run.follow(policy)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -324,7 +264,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Tensors made in it take the parameters' dtype under the true modes."""
-        return default_dtype(self._desired_input_dtype) if self._half_storage else nullcontext()
+        run = self._run
+        return default_dtype(run.storage_dtype) if run.half_storage else nullcontext()
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """Modules made in it take the parameters' dtype under the true modes."""
@@ -333,11 +274,12 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Autocast under the mixed modes, the parameters' dtype as the default one under the true modes."""
-        if self._autocast_dtype is None:
+        run = self._run
+        if run.autocast_dtype is None:
             context = self.tensor_init_context()
         else:
             # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
-            context = torch.autocast(self._device.type, self._autocast_dtype, cache_enabled=False)
+            context = torch.autocast(run.device.type, run.autocast_dtype, cache_enabled=False)
         with context, backward_traced_outside_autocast():
             yield
 
@@ -352,17 +294,17 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def convert_input(self, data: Any) -> Any:
         """Floating inputs in the parameters' dtype under the true modes; untouched otherwise."""
-        return cast_floating(data, self._desired_input_dtype) if self._half_storage else data
+        return cast_floating(data, self._run.storage_dtype) if self._run.half_storage else data
 
     def convert_output(self, data: Any) -> Any:
         """Floating outputs in torch's default dtype under the true modes; untouched otherwise."""
-        return cast_floating(data, torch.get_default_dtype()) if self._half_storage else data
+        return cast_floating(data, torch.get_default_dtype()) if self._run.half_storage else data
 
     # ------------------------------------------------------------------ backward and step
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Scale the loss; a ``PlanError`` under Lightning Fabric, which has no Trainer."""
-        if self._trainer is None and trainer_of(module) is None:
+        if self.trainer is None and trainer_of(module) is None:
             raise PlanError.of(
                 "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
                 "use a Trainer, or Fabric(precision=...) without the plan",
@@ -374,13 +316,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward, outside autocast: manual optimization calls it from within ``training_step``."""
-        engine = self.engine
+        run, engine = self._run, self._run.engine
         if engine is not None and engine.runs_backward:
             engine.backward(tensor, *args, **kwargs)
-        elif self._autocast_dtype is None or (engine is not None and not engine.manual):
+        elif run.autocast_dtype is None or (engine is not None and not engine.manual):
             super().backward(tensor, model, optimizer, *args, **kwargs)
         else:
-            with torch.autocast(self._device.type, enabled=False):
+            with torch.autocast(run.device.type, enabled=False):
                 super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
@@ -397,13 +339,12 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         Raises:
             NonFiniteError: more non-finite steps in a row than ``nonfinite`` allows.
         """
-        engine = self.engine
+        run, engine = self._run, self._run.engine
         if engine is None:
             raise RuntimeError("An optimizer step outside of a run, after fit. Call trainer.fit(...) again.")
-        if self._hooks is None:
-            self._hooks, self._checks_again = SkipAwareHooks(), may_change_gradients(model)
-            self._hooks.install(model.trainer, model, lambda: self._stepped and self.step_skipped)
-        self._stepped = False
+        if run.checks_again is None:
+            run.begin_steps(model)
+        run.stepped = False
         replay = None if engine.manual else partial(diagnosis.run_again, optimizer, model, closure)
         result = closure()
         if not engine.pending and not engine.manual:
@@ -411,14 +352,14 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
         engine.unscale(optimizer)
         with engine.hook_watch:
             self._after_closure(model, optimizer)
-        if self._checks_again:
+        if run.checks_again:
             engine.check_finite_again(optimizer)
         if engine.gives_closure and optimizer_facts.takes_closure(type(optimizer)):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
             kwargs["closure"] = optimizer_facts.Evaluated(optimizer, result, again)
         returned = engine.step(optimizer, **kwargs)
         result = result if returned is None else returned
-        self._stepped = True
+        run.stepped = True
         engine.finish_step(replay)
         return result
 
@@ -441,22 +382,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):
 
     def teardown(self) -> None:
         """Restore every process-global that was set; Lightning calls this after success and after failure."""
+        run = self._run
         plan_base.ended(self, self.trainer)
-        self._release()
-        if self._around:  # a run in a callback of another run, which goes on
-            outer = self._around.pop()
-            self._put_aside(self.trainer)
-            self.__dict__.update(self._others.pop(outer))
-            outer.lightning_module.trainer = outer
-
-    def _release(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-        if self._run is not None:
-            self._run.end()
-            self._run = None
-        if self.engine is not None:
-            self.engine.release()
-            self.engine = None
-        self._undo.close()
+        run.release()
+        if run.outer is not None:  # a run in a callback of another run, which goes on
+            self._run, run.outer = run.outer, None
+            self._run.go_on()

@@ -38,7 +38,7 @@ from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.measurement import LAG, Read, StepMeasurement, ToHost, Values
 from lightning_mp.monitor.health.scale_sources import Number, SkipCount, StockSource, scale_source
 from lightning_mp.monitor.health.throughput import FLOPS, SECONDS, Count, Throughput
-from lightning_mp.monitor.nonfinite.bad_steps import NonFiniteClassifier, PlanRun, bad_step, has_bad_loss
+from lightning_mp.monitor.nonfinite.bad_steps import BadStepCallback, NonFiniteClassifier, bad_step, has_bad_loss
 from lightning_mp.monitor.nonfinite.replay import Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
 from lightning_mp.numerics.dtypes import describe
@@ -432,7 +432,7 @@ class _Run:
         self.measured = StepMeasurement(trainer, module)
         device, callbacks = trainer.strategy.root_device, callbacks_of(trainer)
         self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
-        writers = (one for one in callbacks if isinstance(one, NonFiniteGuard | PlanRun))
+        writers = (one for one in callbacks if isinstance(one, NonFiniteGuard | BadStepCallback))
         #: what writes the events of bad steps itself
         self.guard = next((one for one in writers if isinstance(one, NonFiniteGuard) or one.rule.save_batch), None)
         #: whether a LossScaleMonitor hands the scale and the skips to the loggers already

@@ -228,7 +228,11 @@ _MAY_DIFFER: Mapping[str, Any] = {"growth_delay": 0, "max_scale": None, "at_min"
 class DeepSpeedJson:
     """The part of a plan that reads and writes DeepSpeed's JSON."""
 
-    policy: PrecisionPolicy
+    if TYPE_CHECKING:
+
+        @property
+        def policy(self) -> PrecisionPolicy: ...
+
     #: what became of every key of the JSON that the plan was read from; ``None`` where it was not
     deepspeed_notes: DeepSpeedNotes | None = None
 

@@ -63,8 +63,8 @@ class StepEngine(ABC):
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
         self.last_norm: Tensor | None = None
-        #: why the run has to end, for a caller that acts on it after the batch; ``None`` where the step has to raise
-        self.deferred: list[Verdict] | None = None
+        #: is told why the run has to end, and acts on it after the batch; ``None`` where the step has to raise
+        self.report: Callable[[Verdict], object] | None = None
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
         #: what runs in FP8, and what does not
@@ -312,7 +312,7 @@ class StepEngine(ABC):
         """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
         verdict = self.verdict()
         if verdict is not None:
-            if self.deferred is None:
+            if self.report is None:
                 assert self._module is not None, "finish_step() before check()"
                 raise diagnosis.error(
                     self._module,
@@ -323,7 +323,7 @@ class StepEngine(ABC):
                     scale=self.loss_scale,
                     distributed=self.distributed,
                 )
-            self.deferred.append(verdict)
+            self.report(verdict)
 
     def verdict(self) -> Verdict | None:
         """Why the run has to end after the last step, if it has; a device sync, as late as the budget allows."""

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.lightning import Trainer, TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_mp.compat.lightning import (
+    LightningModule,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+    rank_zero_warn,
+    trainer_of,
+)
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.base import StepEngine
+from lightning_mp.engines.skip_aware import SkipAwareHooks, may_change_gradients
 from lightning_mp.errors import PlanError
 from lightning_mp.modules import describe
-from lightning_mp.modules.fp8 import Conversion, FP8Layer
+from lightning_mp.modules.fp8 import FP8Layer
+from lightning_mp.modules.patterns import call_with_original_classes
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.policy import PrecisionPolicy
 
@@ -26,34 +40,151 @@ IN_FP16 = (
 )
 
 
+class Run:
+    """One Trainer's run under a plan: policy, loss scale and counts; while it lasts, the engine and what undoes it.
+
+    ``used``: a Trainer has had it; another one gets a new run.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, *, used: bool = False) -> None:
+        self.used = used
+        self.device = torch.device("cpu")
+        self.engine: StepEngine | None = None
+        self.fp8_layers: list[FP8Layer] = []
+        #: the run whose callback started this one, until this one is over
+        self.outer: Run | None = None
+        #: whether the last call of optimizer_step made a step; it does not where training_step returned None
+        self.stepped = False
+        #: whether hooks of the user's may change gradients before the step; known from the first step on
+        self.checks_again: bool | None = None
+        self.cleanup = ExitStack()
+        self._trainer: weakref.ref[Trainer] | None = None
+        self.follow(policy)
+
+    def follow(self, policy: PrecisionPolicy) -> None:
+        """Take ``policy``, and its loss scale from the start."""
+        self.policy = policy
+        self.loss_scaler = LossScaler(
+            policy.loss_scaling if policy.precision != "auto" else None, on_step=self._on_step
+        )
+        self.storage_dtype = to_torch(policy.storage_dtype)
+        self.half_storage = self.storage_dtype != torch.float32
+        self.autocast_dtype = to_torch(policy.compute_dtype) if policy.mixed else None
+
+    def copy(self) -> Run:
+        """Policy, loss scale and counts, without the Trainer."""
+        copied = Run(self.policy, used=self.used)
+        copied.loss_scaler.load_counts(self.loss_scaler.counts())
+        if self.loss_scaler.enabled:
+            copied.loss_scaler.load_state_dict(self.loss_scaler.state_dict())
+        return copied
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer, while it lives."""
+        return None if self._trainer is None else self._trainer()
+
+    def attach(self, trainer: Trainer) -> None:
+        """``trainer`` begins, or goes on to its next stage."""
+        self.device, self._trainer, self.used = trainer.strategy.root_device, weakref.ref(trainer), True
+
+    def within(self, module: nn.Module) -> bool:
+        """Whether a callback of a run on ``module`` started this one."""
+        trainer = None if self.outer is None else self.outer.trainer
+        return trainer is not None and trainer.strategy.lightning_module is module
+
+    def begin(self, engine: StepEngine, module: nn.Module) -> None:
+        """Change the module, and switch off what would go past it."""
+        trainer = trainer_of(module)
+        self.engine, self.fp8_layers = engine, [] if engine.fp8 is None else engine.fp8.layers
+        self.cleanup.callback(engine.release)
+        engine.prepare(module)
+        if self.policy.pins and trainer is not None:
+            # Else torch's encoder layers read their children's weights in evaluation, past the pins.
+            self.cleanup.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.cleanup.callback(call_with_original_classes(module, "configure_optimizers"))
+
+    def begin_steps(self, module: LightningModule) -> None:
+        """In the first step: schedulers and weight averages will not move on a skipped one."""
+        hooks, self.checks_again = SkipAwareHooks(), may_change_gradients(module)
+        self.cleanup.callback(hooks.remove)
+        hooks.install(module.trainer, module, lambda: self.stepped and self.loss_scaler.step_skipped)
+
+    def release(self) -> None:
+        """Restore every process-global that was set, and the methods that were changed."""
+        self.engine = self.checks_again = None
+        self.cleanup.close()
+
+    def go_on(self) -> None:
+        """The run that a callback started is over; it has left its Trainer on the module."""
+        trainer = self.trainer
+        if trainer is not None:
+            trainer.lightning_module.trainer = trainer
+
+    def global_step(self) -> int:
+        """Lightning's count of attempted steps."""
+        trainer = self.trainer
+        return self.loss_scaler.attempts if trainer is None else trainer.global_step
+
+    def _on_step(self) -> None:
+        if self.engine is not None:
+            self.engine.check_budget(None)
+
+
+@dataclass
+class Runs:
+    """The runs of a plan and of its deep copies, each for as long as its Trainer lives."""
+
+    of: WeakKeyDictionary[Trainer, Run] = field(default_factory=WeakKeyDictionary)
+    #: the one that began last
+    latest: Run | None = None
+
+
 class PlanBase:
     """The base class by which a precision plugin is known to be a plan."""
 
-    policy: PrecisionPolicy
     _declared: PrecisionPolicy
-    #: the loss scale and the counts of applied and skipped steps; disabled in a mode without loss scaling
-    loss_scaler: LossScaler
-    #: the same; ``None`` in a mode without loss scaling
-    scaler: LossScaler | None
-    #: what carries the plan out on the strategy at hand, while a run lasts
-    engine: StepEngine | None = None
-    _trainer: weakref.ref[Trainer] | None = None
-    _fp8: Conversion | None = None
-    #: the plan that this one is a deep copy of; of the original, the copy that ran last while it ran nothing itself
-    _original: weakref.ref[Any] | None = None
-    _latest: PlanBase | None = None
-    _ran = False
+    _run: Run
+    _runs: Runs
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """What is declared; of a run, with what ``auto`` and the strategy's own config have added."""
+        return self._run.policy
+
+    @property
+    def precision(self) -> Any:
+        """The policy's mode."""
+        return self._run.policy.precision
+
+    @property
+    def engine(self) -> StepEngine | None:
+        """What carries the plan out on the strategy at hand, while a run lasts."""
+        return self._run.engine
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale and the counts of applied and skipped steps; disabled in a mode without loss scaling."""
+        return self._run.loss_scaler
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The same; ``None`` in a mode without loss scaling."""
+        scaler = self._run.loss_scaler
+        return scaler if scaler.enabled else None
 
     @property
     def _counted(self) -> LossScaler:
         """The counts of its own run, or of its deep copy's, as packages make one of their arguments."""
-        copied = None if self._ran else self._latest
-        return self.loss_scaler if copied is None else copied._counted
+        run = self._run if self._run.used else self._runs.latest
+        return (run or self._run).loss_scaler
 
     @property
     def fp8_layers(self) -> list[FP8Layer]:
         """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
-        return [] if self._fp8 is None else list(self._fp8.layers)
+        return list(self._run.fp8_layers)
 
     @property
     def step_skipped(self) -> bool:
@@ -73,7 +204,7 @@ class PlanBase:
     @property
     def trainer(self) -> Trainer | None:
         """The Trainer of the present run, or of the last one while it lives."""
-        return None if self._trainer is None else self._trainer()
+        return self._run.trainer
 
     @property
     def last_grad_norm(self) -> Tensor | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mp.compat.lightning import (
     LightningModule,
@@ -22,13 +22,12 @@ from lightning_mp.compat.lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_mp.engines.base import StepEngine, max_over_ranks_
+from lightning_mp.engines.base import max_over_ranks_
 from lightning_mp.engines.diagnosis import Diagnosis, Verdict
-from lightning_mp.engines.plan_base import PlanBase, began
+from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.alerts import Reading
 from lightning_mp.monitor.callback_utils import callbacks_of
-from lightning_mp.monitor.doctor import warn_at_fit
 from lightning_mp.monitor.events import Event, Severity
 from lightning_mp.monitor.nonfinite.replay import KeptBatch, Replayer
 from lightning_mp.monitor.run_folder import BATCH_FILES, BATCHES
@@ -289,12 +288,12 @@ def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
 # ---------------------------------------------------------------------- under a plan
 
 
-class PlanRun(WritesRun):
-    """One fit under a plan: it announces the plan, runs the cheap checks, and acts on what the engine decides.
+class BadStepCallback(WritesRun):
+    """Under a plan that saves bad batches or rewinds: the first callback of the fit.
 
-    Where bad batches are to be saved, or the run rewound, it is the first callback. The engine decides and skips steps.
-    Where it would raise, it leaves its verdict in ``deferred`` instead: at the end of the batch, which is still in
-    memory then, the batch is run again and saved, and the run is rewound or ends with the engine's error.
+    The engine decides and skips steps. Where it would raise, it reports its verdict here instead: at the end of the
+    batch, which is still in memory then, the batch is run again and saved, and the run is rewound or ends with the
+    engine's error.
     """
 
     def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
@@ -303,8 +302,9 @@ class PlanRun(WritesRun):
         self.run_dir = self.rule.run_dir
         self._rewinds = self.rule.on_budget == "rewind"
         self._bad: BadSteps | None = None
+        self._verdicts: list[Verdict] = []
         self._attempts = self._skips = 0
-        if self.rule.watches and self._rewinds:
+        if self._rewinds:
             check_rewind(trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
 
     @property
@@ -312,15 +312,12 @@ class PlanRun(WritesRun):
         """The plan's count."""
         return self._plan.skipped_steps
 
-    def begin(self, module: nn.Module, engine: StepEngine) -> None:
-        """Before the module is changed: warn of what the cheap checks find, announce the plan, and log it."""
-        if self.rule.watches:
-            callbacks_of(self._trainer).insert(0, self)
-        warn_at_fit(module, self._plan.policy)
-        began(engine, module, self._trainer)
+    def insert(self) -> None:
+        """Become the Trainer's first callback."""
+        callbacks_of(self._trainer).insert(0, self)
 
-    def end(self) -> None:
-        """Remove the callback, and close the folder."""
+    def remove(self) -> None:
+        """Be no callback any more, and close the folder."""
         callbacks = callbacks_of(self._trainer)
         if self in callbacks:
             callbacks.remove(self)
@@ -331,7 +328,7 @@ class PlanRun(WritesRun):
             self._bad.close(error)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the folder, and have verdicts left here.
+        """Open the folder, and have verdicts reported here.
 
         Raises:
             PlanError: another run is writing to the folder.
@@ -339,7 +336,7 @@ class PlanRun(WritesRun):
         rule, writer = self.rule, "MixedPrecisionPlan"
         self._bad = BadSteps(trainer, self.run_dir, writer, saves=rule.save_batch, rewinds=self._rewinds)
         assert self._plan.engine is not None, "a fit runs under an engine"
-        self._plan.engine.deferred = []
+        self._plan.engine.report = self._verdicts.append
         self._skips = self._plan.skipped_steps if rule.save_batch else 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -362,9 +359,8 @@ class PlanRun(WritesRun):
             return  # in the middle of an accumulation window
         assert bad is not None, "on_train_start comes first"
         assert engine is not None
-        assert engine.deferred is not None
-        verdict = engine.deferred[0] if engine.deferred else None
-        engine.deferred.clear()
+        verdict = self._verdicts[0] if self._verdicts else None
+        self._verdicts.clear()
         skipped = False
         if self.rule.save_batch:  # a device sync, for which only saving has a use
             before, self._skips = self._skips, self._plan.skipped_steps
