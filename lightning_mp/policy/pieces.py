@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -61,37 +61,22 @@ def normalise(instance: object, **values: object) -> None:
         object.__setattr__(instance, name, value)
 
 
-def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: is_whole(value) and value >= least, f"a whole number >= {least}"
+def _checked(default: Any, allowed: str, holds: Callable[[Any], bool]) -> Any:
+    """A field whose values are in a range: whether one is, and how a message says what is allowed."""
+    return field(default=default, metadata={"allowed": allowed, "holds": holds})
 
 
-#: by the name of a field: whether a value is in its range, and how a message says that
-_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "pattern": (lambda value: isinstance(value, str) and value != "", "a non-empty fnmatch pattern, as '*norm*'"),
-    "every": _whole(1),
-    "max_consecutive": _whole(0),
-    "run_dir": (lambda value: value is None or isinstance(value, str), "a path"),
-    "init_scale": (
-        lambda value: is_number(value) and 2.0**-149 <= value <= FP32_MAX,
-        "a finite number > 0 that fp32 can hold",
-    ),
-    "growth_factor": (lambda value: is_number(value) and value > 1, "a finite number > 1"),
-    "backoff_factor": (lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1, both left out"),
-    "growth_interval": _whole(1),
-    "growth_delay": _whole(0),
-    "hysteresis": _whole(1),
-    "min_scale": (lambda value: is_number(value) and value >= 0, "a finite number >= 0"),
-    "max_scale": (
-        lambda value: value is None or value == math.inf or (is_number(value) and value > 0),
-        "None or a number > 0",
-    ),
-}
-#: the fields of one text or several: what each is, and an example
-_SEVERAL = {
-    "modules": ("a pattern, a module class, or several", "'*.h.*'"),
-    "skip": ("a pattern, a module class, or several, or ()", "('lm_head',)"),
-    "save_ops": ("names of aten operators", "('mm', 'addmm')"),
-}
+def _whole(default: int, least: int) -> Any:
+    return _checked(default, f"a whole number >= {least}", lambda value: is_whole(value) and value >= least)
+
+
+def _several(default: Any, allowed: str, example: str) -> Any:
+    """A field of one text or several: what each is, and an example."""
+    return field(default=default, metadata={"several": allowed, "example": example})
+
+
+def _patterns(default: Any = MISSING) -> Any:
+    return _several(default, "a pattern, a module class, or several", "'*.h.*'")
 
 
 @cache
@@ -109,29 +94,35 @@ class _Piece:
     def __post_init__(self) -> None:
         with Faults(type(self).__name__) as faults:
             for item in fields(cast("Any", self)):
-                self._check(item.name, getattr(self, item.name), item.default, faults)
+                self._check(item, getattr(self, item.name), faults)
             for given, fix in () if faults.found else self._contradictions():
                 faults.add(given, fix)
 
-    def _check(self, name: str, value: Any, default: Any, faults: Faults) -> None:
-        choices = _choices(type(self)).get(name, ())
-        if name in _SEVERAL and not (value is None and default is None):
-            several = isinstance(value, Iterable) and not isinstance(value, (str, type, dict))
-            items: list[Any] = list(cast("Iterable[Any]", value)) if several else [value]
-            found = tuple(item.__name__ if isinstance(item, type) else item for item in items)
-            allowed, example = _SEVERAL[name]
-            if not all(isinstance(item, str) and item for item in found) or (name == "modules" and not found):
-                faults.add(f"{name}={value!r}", allowed, f"write {name}={example}")
-            normalise(self, **{name: found[0] if name == "modules" and len(found) == 1 else found})
+    def _check(self, item: Any, value: Any, faults: Faults) -> None:
+        rule, choices = item.metadata, _choices(type(self)).get(item.name, ())
+        default = f"write {item.default!r}, the default"
+        if "several" in rule:
+            self._take_several(item, value, faults)
         elif choices:
             boolean = "write a boolean, without quotes" if True in choices else ""
-            fix = boolean or did_you_mean(str(value), choices, f"write {default!r}, the default")
-            faults.one_of("nonfinite" if name == "action" else name, value, choices, fix)
-        elif name == "run_dir" and isinstance(value, os.PathLike):
-            normalise(self, run_dir=os.fspath(value))
-        elif name in _RANGES and not _RANGES[name][0](value):
-            fix = "write '*norm*' for every norm by name" if default is MISSING else f"write {default!r}, the default"
-            faults.add(f"{name}={value!r}", _RANGES[name][1], fix)
+            fix = boolean or did_you_mean(str(value), choices, default)
+            faults.one_of(rule.get("written", item.name), value, choices, fix)
+        elif "holds" in rule and not rule["holds"](value):
+            faults.add(f"{item.name}={value!r}", rule["allowed"], default)
+
+    def _take_several(self, item: Any, value: Any, faults: Faults) -> None:
+        """A class stands for its name; one pattern of ``modules`` stays a text, all else becomes a tuple."""
+        if value is None and item.default is None:
+            return
+        several = isinstance(value, Iterable) and not isinstance(value, (str, type, dict))
+        items: list[Any] = list(cast("Iterable[Any]", value)) if several else [value]
+        texts = tuple(each.__name__ if isinstance(each, type) else each for each in items)
+        selects = item.name == "modules"
+        if not all(isinstance(text, str) and text for text in texts) or (selects and not texts):
+            faults.add(
+                f"{item.name}={value!r}", item.metadata["several"], f"write {item.name}={item.metadata['example']}"
+            )
+        normalise(self, **{item.name: texts[0] if selects and len(texts) == 1 else texts})
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         """Fields, each right alone, that are wrong together, and what to do."""
@@ -160,7 +151,9 @@ class Pin(_Piece):
 
     def __post_init__(self) -> None:
         with Faults("Pin") as faults:
-            self._check("pattern", self.pattern, MISSING, faults)
+            if not isinstance(self.pattern, str) or not self.pattern:  # pyright: ignore[reportUnnecessaryIsInstance]
+                allowed = "a non-empty fnmatch pattern, as '*norm*'"
+                faults.add(f"pattern={self.pattern!r}", allowed, "write '*norm*' for every norm by name")
             name = f"pin {self.pattern!r}"
             normalise(self, dtype=storage_dtype(self.dtype, f"{name}: dtype", faults))
             if self.output not in (None, "pin", "input"):
@@ -179,10 +172,10 @@ class Checkpointing(_Piece):
         preserve_rng: whether the recomputation draws the random numbers that the first pass drew.
     """
 
-    modules: str | tuple[str, ...]
+    modules: str | tuple[str, ...] = _patterns()
     mode: Literal["full", "selective"] = "full"
-    every: int = 1
-    save_ops: tuple[str, ...] | None = None
+    every: int = _whole(1, least=1)
+    save_ops: tuple[str, ...] | None = _several(None, "names of aten operators", "('mm', 'addmm')")
     preserve_rng: bool = True
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
@@ -216,8 +209,8 @@ class FP8(_Piece):
     """
 
     recipe: Literal["rowwise", "tensorwise", "rowwise_gw_hp", "mxfp8", "mxfp8_gw_hp"] = "rowwise"
-    modules: str | tuple[str, ...] = "*"
-    skip: str | tuple[str, ...] = ("lm_head",)
+    modules: str | tuple[str, ...] = _patterns("*")
+    skip: str | tuple[str, ...] = _several(("lm_head",), "a pattern, a module class, or several, or ()", "('lm_head',)")
     all_gather: bool = False
     evaluate: Literal["bf16", "fp8"] = "bf16"
     emulate: bool = False
@@ -266,11 +259,17 @@ class NonFinite(_Piece):
         run_dir: the folder for ``nonfinite/*.pt`` and ``events.jsonl``; by default one of the run's own.
     """
 
-    action: Literal["skip", "raise", "ignore"] = "skip"
-    max_consecutive: int = 100
+    #: a plan's argument ``nonfinite`` takes the word alone
+    action: Literal["skip", "raise", "ignore"] = field(default="skip", metadata={"written": "nonfinite"})
+    max_consecutive: int = _whole(100, least=0)
     on_budget: Literal["raise", "rewind"] = "raise"
     save_batch: bool = False
-    run_dir: str | None = None
+    run_dir: str | None = _checked(None, "a path", lambda value: value is None or isinstance(value, str))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.run_dir, os.PathLike):
+            normalise(self, run_dir=os.fspath(self.run_dir))
+        _Piece.__post_init__(self)
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         if self.action != "skip" and self.on_budget == "rewind":
@@ -309,15 +308,25 @@ class LossScaling(_Piece):
         PlanError: a value out of its range; every such value is named.
     """
 
-    init_scale: float = TORCH_INIT_SCALE
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = TORCH_GROWTH_INTERVAL
-    growth_delay: int = 0
-    hysteresis: int = 1
+    init_scale: float = _checked(
+        TORCH_INIT_SCALE,
+        "a finite number > 0 that fp32 can hold",
+        lambda value: is_number(value) and 2.0**-149 <= value <= FP32_MAX,
+    )
+    growth_factor: float = _checked(2.0, "a finite number > 1", lambda value: is_number(value) and value > 1)
+    backoff_factor: float = _checked(
+        0.5, "a number between 0 and 1, both left out", lambda value: is_number(value) and 0 < value < 1
+    )
+    growth_interval: int = _whole(TORCH_GROWTH_INTERVAL, least=1)
+    growth_delay: int = _whole(0, least=0)
+    hysteresis: int = _whole(1, least=1)
     consecutive_hysteresis: bool = False
-    min_scale: float = 1.0
-    max_scale: float | None = None
+    min_scale: float = _checked(1.0, "a finite number >= 0", lambda value: is_number(value) and value >= 0)
+    max_scale: float | None = _checked(
+        None,
+        "None or a number > 0",
+        lambda value: value is None or value == math.inf or (is_number(value) and value > 0),
+    )
     at_min: Literal["hold", "raise"] = "hold"
     dynamic: bool = True
 
