@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from lightning_mp.policy.precision_policy import (
     PinsLike,
     Precision,
 )
+
+if TYPE_CHECKING:
+    from lightning_mp.monitor.nonfinite.bad_steps import BadStepCallback
 
 _NOTHING = nullcontext()
 
@@ -185,34 +188,44 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             global_step=run.global_step,
         )
         engine.check(module, faults)
-        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        bad_steps = layout = None
+        layout, bad_steps = None, None
         if trainer is not None and strategy is not None:
-            if engine.fp8 is not None:
-                engine.fp8.stages = trainer.state, RunningStage.TRAINING
-            if fitting:
-                engine.synced = for_strategy.synced(strategy, module, faults)
-                if self.policy.nonfinite.watches:
-                    from lightning_mp.monitor.nonfinite.bad_steps import BadStepCallback
-
-                    bad_steps = BadStepCallback(self, trainer, faults)
+            bad_steps = self._check_fit(trainer, engine, module, faults)
             layout = for_strategy.check(strategy, engine, module, faults)
-        if engine.distributed:
-            auto_on = device.name if self._declared.precision == "auto" else ""
-            alike.compare(repr(self.from_policy(self.policy)), auto_on, module, self._device, faults)
+        self._compare_ranks(engine, module, device, faults)
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
         if bad_steps is not None:
             run.cleanup.callback(bad_steps.remove)
             bad_steps.insert()
-        if trainer is not None and fitting:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._announce(engine, module, trainer)
         run.begin(engine, module)
         restore_tf32 = for_strategy.switch_tf32(self.policy, device)
         if restore_tf32 is not None:
             run.cleanup.callback(restore_tf32)
         return layout
+
+    def _check_fit(
+        self, trainer: Trainer, engine: StepEngine, module: nn.Module, faults: Faults
+    ) -> BadStepCallback | None:
+        """What the engine has to know of the Trainer; in a fit the callback for bad steps, where the policy asks."""
+        if engine.fp8 is not None:
+            engine.fp8.stages = trainer.state, RunningStage.TRAINING
+        if trainer.state.fn != TrainerFn.FITTING:
+            return None
+        engine.synced = for_strategy.synced(trainer.strategy, module, faults)
+        if not self.policy.nonfinite.watches:
+            return None
+        from lightning_mp.monitor.nonfinite.bad_steps import BadStepCallback  # here: much to load
+
+        return BadStepCallback(self, trainer, faults)
+
+    def _compare_ranks(self, engine: StepEngine, module: nn.Module, device: hardware.Device, faults: Faults) -> None:
+        if engine.distributed:
+            auto_on = device.name if self._declared.precision == "auto" else ""
+            alike.compare(repr(self.from_policy(self.policy)), auto_on, module, engine.device, faults)
 
     def _announce(self, engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
         """Before the module is changed: warn of what the cheap checks find, say what is declared, and log it."""
