@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_mp.compat import patched
 
-#: operators: a read by the host; a cast; the check of gradients for infinities; the loss scale's rule; indexing
+#: operators: a read by the host; a cast; the check of gradients for infinities; the scale's rule; indexing; pinning
 READ = torch.ops.aten._local_scalar_dense.default
 CAST = torch.ops.aten._to_copy.default
 CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 UPDATE_SCALE = torch.ops.aten._amp_update_scale_.default
 INDEX = torch.ops.aten.index.Tensor
+PIN_MEMORY = torch.ops.aten._pin_memory.default
 
 
 def is_fake(tensor: object) -> bool:
@@ -60,8 +61,8 @@ def mapped(change: Callable[[Any], Any], data: Any) -> Any:
 
 def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that ``operator`` writes to."""
-    schema = operator._schema
-    if not schema.is_mutable:
+    schema = getattr(operator, "_schema", None)  # operators of a higher order have none
+    if schema is None or not schema.is_mutable:
         return []
     given = zip(schema.arguments, [*args, *([None] * len(schema.arguments))], strict=False)
     return [
@@ -73,8 +74,15 @@ def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
 
 @contextmanager
 def moved_in_place() -> Generator[None, None, None]:
-    """Within, ``module.to()`` and its kind change fakes in place; torch swaps them, which weak references bar."""
-    before = cast("Any", nn.Module)._apply
+    """Within, ``module.to()`` and its kind change fakes in place; torch swaps them, which weak references bar.
+
+    A fake that is given another one's ``data`` then is where that one is, which torch forgets.
+    """
+    before, data = cast("Any", nn.Module)._apply, cast("Any", Tensor).data
+
+    def take(tensor: Any, moved: Tensor) -> None:
+        data.__set__(tensor, moved)
+        tensor.fake_device = moved.device
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -89,7 +97,7 @@ def moved_in_place() -> Generator[None, None, None]:
                     tensor.data = moved
         return module
 
-    with patched(nn.Module, _apply=apply):
+    with patched(nn.Module, _apply=apply), patched(FakeTensor, data=property(data.__get__, take)):
         yield
 
 

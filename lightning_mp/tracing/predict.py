@@ -25,6 +25,7 @@ from lightning_mp.compat.lightning import (
     Strategy,
     Trainer,
     rank_zero_only,
+    rank_zero_warn,
 )
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, leaves, mapped, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import block_classes, fakes_unnoticed
@@ -96,6 +97,7 @@ def predict_memory(
     except PlanError:
         raise
     except Exception as error:  # of torch, of Lightning, of the user's own code
+        rank_zero_warn(f"predict_memory answers by a formula: {why(error)}")
         return by_formula(module, batch, plan, built, ranks, why(error))
 
 

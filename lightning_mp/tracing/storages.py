@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lightning_mp.compat.torch_fake import (
     CAST,
     CHECK,
     INDEX,
+    PIN_MEMORY,
     READ,
     UPDATE_SCALE,
     constant_of,
@@ -163,6 +164,8 @@ class Storages(TorchDispatchMode):
     "other" until :meth:`name` says otherwise.
     """
 
+    supports_higher_order_operators: ClassVar[bool] = True  # MXFP8's casts are one
+
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device
@@ -180,6 +183,8 @@ class Storages(TorchDispatchMode):
             return NotImplemented  # it comes back with what the wrapper holds
         if func is READ:
             return self._read(args[0])
+        if func is PIN_MEMORY:  # of which torch has no fake
+            return args[0].clone()
         if func is INDEX:
             args = args[0], [index for mask in args[1] for index in self._indices(mask)]
         value = computed(func, args, kwargs)
@@ -256,7 +261,7 @@ class Storages(TorchDispatchMode):
         if value is not None:
             with without_modes():
                 return value.item()
-        if tensor.dtype is torch.bool or tensor.untyped_storage() in self._flags:
+        if self._is_flag(tensor):
             return tensor.dtype is not torch.bool and 0.0
         return 1.0 if tensor.is_floating_point() else 1
 
@@ -265,8 +270,11 @@ class Storages(TorchDispatchMode):
             self._flags.add(args[1].untyped_storage())
             return
         small = made and made[0].numel() <= _SMALL and func is not UPDATE_SCALE
-        if small and any(isinstance(leaf, Tensor) and leaf.untyped_storage() in self._flags for leaf in leaves(args)):
+        if small and any(isinstance(leaf, Tensor) and self._is_flag(leaf) for leaf in leaves(args)):
             self._flags.update(tensor.untyped_storage() for tensor in made)
+
+    def _is_flag(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self._flags or (tensor.dtype is torch.bool and tensor.numel() == 1)
 
 
 def peak(events: list[tuple[Held, int]], begin: int, end: int) -> tuple[int, dict[str, int]]:

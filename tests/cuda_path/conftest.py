@@ -1,0 +1,22 @@
+"""The processes that a session's cases run in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cuda_path.machine import CannotBuildError, library
+from cuda_path.processes import Processes
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Iterator[Processes]:
+    """A CUDA machine without a GPU: it needs a C++ compiler, once."""
+    try:
+        library()
+    except CannotBuildError as error:
+        pytest.skip(f"the CUDA device of nothing cannot be built: {error}")
+    processes = Processes()
+    yield processes
+    processes.stop()

@@ -1,0 +1,58 @@
+"""``predict_memory`` on a machine with CUDA is a trace, as on one without, and gives the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.memory import HELD
+from cuda_path.machine import Machine
+from cuda_path.processes import Processes
+from cuda_path.traces import Large, Traced
+
+#: kernels of attention keep other sums, CUDA's allocator gives out blocks of 512 bytes
+WITHIN = 0.02
+MIXED = "bf16-mixed"
+FEW = (Traced(MIXED), Traced("bf16-true"), Traced(MIXED, "fsdp2", 8))
+REST = (
+    *(Traced(precision) for precision in ("32-true", "16-mixed", "16-true")),
+    Traced("fp8-mixed", recipe="rowwise"),
+    Traced(MIXED, "fsdp1", 8),
+    Traced(MIXED, "hsdp", 8, options={"device_mesh": (2, 4)}),
+)
+
+
+def _name(case: Any) -> str:
+    return " ".join(str(one) for one in (case.precision, case.recipe, case.strategy, case.ranks) if one)
+
+
+@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)], ids=_name)
+def test_it_is_the_trace_of_a_cpu(case: Traced, cuda: Processes) -> None:
+    found = cuda.run(case, Machine(count=case.ranks))
+    assert {one.method for one in found.values()} == {"traced"}, [one.notes for one in found.values()]
+    assert found["cuda"].peak_bytes == pytest.approx(found["cpu"].peak_bytes, rel=WITHIN)
+    for part in HELD:
+        assert found["cuda"].held[part] == pytest.approx(found["cpu"].held[part], rel=WITHIN)
+
+
+@pytest.mark.slow
+def test_mxfp8_is_traced_where_its_casts_are_kernels_of_their_own(cuda: Processes) -> None:
+    found = cuda.run(Traced("fp8-mixed", recipe="mxfp8"), Machine(capability=(10, 0), name="NVIDIA B200"))
+    assert [one.method for one in found.values()] == ["traced"] * 2, [one.notes for one in found.values()]
+    assert found["cuda"].peak_bytes == pytest.approx(found["cpu"].peak_bytes, rel=WITHIN)
+
+
+def test_offloaded_shards_take_no_memory_of_the_device(cuda: Processes) -> None:
+    found = cuda.run(Traced(MIXED, "fsdp2", 8, options={"cpu_offload": True}), Machine(count=8))["cuda"]
+    assert found.method == "traced", found.notes
+    assert found.held["parameters"] == found.held["optimizer_state"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_a_llama_of_8b_is_traced_within_a_minute(ranks: int, cuda: Processes) -> None:
+    found, seconds = cuda.run(Large(ranks), Machine(count=ranks))
+    assert found.method == "traced", found.notes
+    assert found.held["parameters"] == pytest.approx(4 * 8_030_261_248 / ranks, rel=WITHIN)
+    assert seconds < 60  # of this process's own: a busy machine does not count
