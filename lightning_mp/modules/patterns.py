@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_mp.compat.torch import WRAPPERS
 from lightning_mp.errors import Faults, did_you_mean
@@ -40,9 +41,11 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
     """
     if pattern == NORMS and is_norm(module):
         return True
-    parts = name.split(".")
+    parts, kind = name.split("."), original_class(module).__name__
     suffixes = (".".join(parts[start:]) for start in range(len(parts)))
-    return any(fnmatchcase(word, pattern) for word in (*suffixes, original_class(module).__name__))
+    # torch renames the class of a module whose weights are parametrized: Linear to ParametrizedLinear
+    plain = kind.removeprefix("Parametrized") if is_parametrized(module) else kind
+    return any(fnmatchcase(word, pattern) for word in (*suffixes, kind, plain))
 
 
 def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -47,6 +47,10 @@ LINEAR, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
         ("norms", "input_norm", LINEAR, False),
         ("norms", "head", nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
         ("norms", "encoder.norms", nn.ModuleList(), True),
+        ("Linear", "head", nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), True),
+        ("Linear", "head", nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)), True),
+        ("ParametrizedLinear", "head", nn.utils.parametrizations.orthogonal(nn.Linear(2, 2)), True),
+        ("Linear", "head", type("ParametrizedLinear", (nn.Module,), {})(), False),
     ],
 )
 def test_a_pattern_is_a_name_a_dotted_suffix_or_a_class_in_its_own_case(
