@@ -298,12 +298,18 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context; in the first step a pinned weight that is read from outside its module is refused."""
+        """The forward context; in the first step, what runs past its pin is refused."""
         engine = self.engine
         with self.forward_context(), _NOTHING if engine is None else engine.training_step():
             yield
         if engine is not None and engine.scaler.enabled:
             engine.close_group()
+
+    @contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        """The forward context; watched as in training where the sanity check comes first."""
+        with self.forward_context(), _NOTHING if self.engine is None else self.engine.first_step("validation_step"):
+            yield
 
     def convert_input(self, data: Any) -> Any:
         """Floating inputs in the parameters' dtype under the true modes; untouched otherwise."""

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -117,7 +118,15 @@ def last_rates(scheduler_state: Mapping[str, Any]) -> list[float]:
 #: the file in which Python calls into the autograd engine
 ENGINE = str(Path("torch", "autograd", "graph.py"))
 #: the files whose functions torch wraps around every dispatch mode
-AROUND_MODES = tuple(str(Path("torch", *file)) for file in (("_compile.py",), ("_dynamo", "eval_frame.py")))
+_AROUND_MODES = tuple(str(Path("torch", *file)) for file in (("_compile.py",), ("_dynamo", "eval_frame.py")))
+
+
+def calling_frame(file: str) -> FrameType | None:
+    """Of a dispatch mode in ``file``: the Python code that called the operator; none where the autograd engine did."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.endswith((__file__, file, *_AROUND_MODES)):
+        frame = frame.f_back
+    return frame
 
 
 def in_backward() -> bool:
@@ -172,11 +181,6 @@ WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """The module's own buffers, to be changed in place."""
     return vars(module)["_buffers"]
-
-
-def base_of(tensor: Tensor) -> Tensor | None:
-    """What the tensor is a view of."""
-    return tensor._base
 
 
 def version(tensor: Tensor | None) -> int | None:

@@ -17,7 +17,7 @@ from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_s
 from lightning_mp.engines import diagnosis, optimizer_facts
 from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules import checkpointing, fp8, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, fp8, pin_watch, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -69,7 +69,8 @@ class StepEngine(ABC):
         self.synced: list[nn.Module] = []
         #: what runs in FP8, and what does not
         self.fp8: fp8.Conversion | None = None
-        self._watched = False
+        #: the methods whose first call was watched
+        self._watched: set[str] = set()
         self._module: nn.Module | None = None
         #: which pin covers which module; known after ``check``
         self.pin_map = pins.PinMap((), ())
@@ -195,13 +196,17 @@ class StepEngine(ABC):
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
-        if self._watched or self._module is None:
+        return self.first_step("training_step")
+
+    def first_step(self, method: str) -> AbstractContextManager[Any]:
+        """Around a step: the first of ``method`` is watched, unless the first of training was."""
+        if self._module is None or not self._watched.isdisjoint(("training_step", method)):
             return _NOTHING
-        self._watched = True
+        self._watched.add(method)
         return self._first_step(self._module)
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return pins.reads_refused(module, self.pin_map, self.policy.compute_dtype)
+        return pin_watch.watched(module, self.pin_map, self.policy.compute_dtype)
 
     def on_trained_changed(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Parameters were frozen or unfrozen since the last step."""

@@ -73,6 +73,11 @@ def _reason(tensor: Tensor, places: list[tuple[nn.Module, str]], special: dict[i
     return f"tied to {kind}.{others[0][1]}" if len(others) < len(places) else kind
 
 
+def multiplies(module: nn.Module) -> bool:
+    """Whether it is a layer whose weights are the factors of products."""
+    return isinstance(module, (*_LAYERS, *conv1d(), nn.MultiheadAttention))
+
+
 def _keys(module: nn.Module) -> tuple[str, ...]:
     """The parameters of ``module`` that its forward does nothing with but hand them to one product."""
     cls = original_class(module)
@@ -148,15 +153,19 @@ def reads_no_value(name: str) -> bool:
     return name.endswith("_like") or name.startswith("new_")
 
 
-def other_use(name: str, dtype: torch.dtype, func: Any) -> PlanError:
-    """What to say where ``func`` takes the weight ``name``, of which only its values in ``dtype`` are there."""
+def users_line() -> str:
+    """Where the user's code is, to go on from the name of an operator."""
     frame = inspect.currentframe()
     while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
         frame = frame.f_back
-    where = f", {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+    return "" if frame is None else f", {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def other_use(name: str, dtype: torch.dtype, func: Any) -> PlanError:
+    """What to say where ``func`` takes the weight ``name``, of which only its values in ``dtype`` are there."""
     return PlanError.of(
         f"{name} is {dtype_name(dtype)} under this strategy, where autocast alone computes with it; something reads it "
-        f"outside a matmul ({func.overloadpacket.__name__}{where})",
+        f"outside a matmul ({func.overloadpacket.__name__}{users_line()})",
         f"pin it: pins={{{name.rpartition('.')[0]!r}: 'fp32'}}",
     )
 

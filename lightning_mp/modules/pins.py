@@ -1,23 +1,21 @@
 """Module-level dtypes: which pin covers which module, what is stored in which dtype, and running a module in its pin's.
 
-A weight may also be read outside of its module's forward, where the pin does not hold: such a product is refused.
+A weight may also be read outside of its module's forward, where the pin does not hold: ``pin_watch`` looks for that.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_mp.compat.torch import apply_to_tensors, base_of, is_compiled
-from lightning_mp.errors import Faults, PlanError
+from lightning_mp.compat.torch import apply_to_tensors
+from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import (
     NORMS,
     Place,
@@ -40,7 +38,6 @@ from lightning_mp.numerics.dtypes import (
     default_dtype,
     floating_dtype,
     left_alone,
-    tensors_in,
     to_torch,
 )
 from lightning_mp.policy import Pin, PrecisionPolicy
@@ -57,8 +54,6 @@ class PinnedModule:
     entry: bool
     #: the dtype of the pin whose region lies around that of its own, if one does
     inside: str | None
-    #: an attention calls it, which combines what it hands on with what others do
-    in_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +99,7 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         if not (callers and isinstance(modules[callers[0]], torch.jit.ScriptModule)):
             not_scripted(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
-        attends = callers[:1] and _ATTENTION.search(original_class(modules[callers[0]]).__name__)
-        members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside, bool(attends)))
+        members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside))
     used = set(index_of.values())
     unused = [pin.pattern for index, pin in enumerate(pins) if index not in used]
     shadowed = [pattern for pattern in unused if any(matches(pattern, name, module) for name, module in named)]
@@ -154,10 +148,6 @@ def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: S
             faults.add(given, "let the root reach it through the module instead of owning the parameter itself")
 
 
-#: in the name of a class
-_ATTENTION = re.compile("atten|attn", re.IGNORECASE)
-
-
 def _called_above(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     """The names of the modules above that have a forward, nearest first; a ModuleList calls nothing."""
     while name := name.rpartition(".")[0]:
@@ -196,6 +186,16 @@ def _inside(dtype: torch.dtype) -> Generator[None, None, None]:
             yield
     finally:
         _region.dtype = before
+
+
+def in_pinned_forward() -> bool:
+    """Whether the forward of a pinned module is under way."""
+    return getattr(_region, "dtype", None) is not None
+
+
+def is_pinned(module: nn.Module) -> bool:
+    """Whether the module runs in a pin's dtype."""
+    return "_lmp_pin" in vars(module)
 
 
 class PinnedForward(Swapped):
@@ -273,8 +273,8 @@ def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device
     wanted = None if output in (None, "pin", "input") else to_torch(output)
     if returns:
         wanted = to_torch(member.inside) if member.inside else compute_dtype
-    elif output is None and member.in_attention and dtype in HALF and dtype != compute_dtype:
-        wanted = torch.float32  # what attention combines it with is of autocast's half format, and two cannot be mixed
+    elif output is None and dtype in HALF and dtype != compute_dtype:
+        wanted = torch.float32  # it meets what is of autocast's half format, and functions as torch.cat mix no two
     weighted = output is None and next(module.parameters(), None) is not None
     return PinState(dtype, wanted, returns, device_type, weighted, member.entry, bool(own), frozenset(kept))
 
@@ -290,7 +290,7 @@ def unpin(module: nn.Module) -> None:
 def remove(modules: Iterable[nn.Module]) -> None:
     """Undo the forward of every pinned module among ``modules``; what is stored stays as it is."""
     for module in modules:
-        if "_lmp_pin" in module.__dict__:
+        if is_pinned(module):
             swap_out(module, PinnedForward)
 
 
@@ -330,9 +330,6 @@ def _keeps(tensor: Tensor, storage: torch.dtype) -> bool:
 
 # ------------------------------------------------------------------ weights that are read elsewhere
 
-#: by the names of torch's functions and methods
-_PRODUCTS = frozenset(("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "mv", "einsum"))
-
 
 def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faults) -> None:
     """Note pins on the projection of a ``MultiheadAttention`` that is not itself pinned so: it reads the weight."""
@@ -349,28 +346,3 @@ def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faul
                 f"pin {pin.pattern!r} on {member.name!r}, whose weight MultiheadAttention reads in {around}",
                 f"pin the whole attention, pins={{{name!r}: {pin.dtype!r}}}, or remove the pin",
             )
-
-
-def reads_refused(root: nn.Module, pin_map: PinMap, compute: str) -> AbstractContextManager[Any]:
-    """Within, a product with a pinned weight, outside of any pinned forward, is refused; not in compiled modules."""
-    members = [member for member in pin_map.members if member.pin.dtype != compute]
-    return nullcontext() if not members or any(map(is_compiled, root.modules())) else _Reads(members)
-
-
-class _Reads(TorchFunctionMode):
-    def __init__(self, members: list[PinnedModule]) -> None:
-        super().__init__()
-        self._members = members
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(_region, "dtype", None) is None and getattr(func, "__name__", "") in _PRODUCTS:
-            given = {id(one) for tensor in tensors_in((args, kwargs or {})) for one in (tensor, base_of(tensor))}
-            for member in self._members:
-                for name, one in member.module.named_parameters(recurse=False):
-                    if id(one) in given:
-                        raise PlanError.of(
-                            f"{member.name}.{name} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and "
-                            "something outside of that module's forward multiplies with it",
-                            f"call {member.name!r} there, pin the module around it, or remove the pin",
-                        )
-        return func(*args, **(kwargs or {}))

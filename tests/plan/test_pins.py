@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,16 +96,35 @@ class Reader(Regression):
         return (self.net(READS[self.read](hidden, self.inner)).float() - y.float()).pow(2).mean()
 
 
+def _attention(h: Tensor, inner: nn.Linear) -> Tensor:
+    """As WavLM does it: the projections are modules, and torch's function is given their weights."""
+    x, w, b = h[:, None], inner.weight, inner.bias
+    bias, out = torch.cat([b, b, b]), (torch.eye(FEATURES, dtype=h.dtype), None)
+    weights = {"use_separate_proj_weight": True, "q_proj_weight": w, "k_proj_weight": w, "v_proj_weight": w}
+    return F.multi_head_attention_forward(x, x, x, FEATURES, 2, None, bias, None, None, False, 0.0, *out, **weights)[0][
+        :, 0
+    ]
+
+
 READS: dict[str, Callable[[Tensor, nn.Linear], Tensor]] = {
     "linear": lambda h, inner: F.linear(h, inner.weight),
     "transposed": lambda h, inner: h @ inner.weight.t(),
     "a row": lambda h, inner: h[:, :1] @ inner.weight[1:2],
+    "a clone": lambda h, inner: h @ inner.weight.clone(),
+    "two of them": lambda h, inner: F.linear(h, torch.cat([inner.weight, inner.weight]))[:, :FEATURES],
+    "on the left": lambda h, inner: torch.mm(inner.weight, h.t()).t(),
+    "linalg": lambda h, inner: torch.linalg.matmul(h, inner.weight),
+    "einsum": lambda h, inner: torch.einsum("bi,oi->bo", h, inner.weight),
+    "batched": lambda h, inner: torch.baddbmm(h[:, None], h[:, None], inner.weight.expand(len(h), -1, -1))[:, 0],
+    "convolution": lambda h, inner: F.conv1d(h[..., None], inner.weight[..., None])[..., 0],
+    "WavLM": _attention,
     "penalty": lambda h, inner: h + inner.weight.pow(2).sum(),
     "cast": lambda h, inner: F.linear(h.bfloat16(), inner.weight.bfloat16()).to(h.dtype),
     "dtype": lambda h, inner: h.to(inner.weight.dtype).to(h.dtype),
     "attention": lambda h, inner: h,
+    "called again": lambda h, inner: inner(h),
 }
-WRONG = ("linear", "transposed", "a row")
+WRONG = tuple(READS)[:11]
 
 
 def _said(read: str, mode: str, name: str = "single", pin: str = "inner", **options: Any) -> tuple[str, bool]:
@@ -121,7 +141,19 @@ def _said(read: str, mode: str, name: str = "single", pin: str = "inner", **opti
 @pytest.mark.parametrize("read", READS)
 def test_a_product_outside_of_the_pinned_forward_is_refused(read: str, mode: str) -> None:
     said, moved = _said(read, mode)
-    assert ("inner.weight" in said) == (not moved) == (read in WRONG)
+    assert bool(re.search(r"inner\.\w+ is pinned to fp32 \('inner'\)", said)) == (not moved) == (read in WRONG)
+
+
+class Validates(Reader):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.linear(batch[0], self.inner.weight).mean()
+
+
+def test_the_sanity_check_is_watched_too() -> None:
+    runner = trainer(plugins=[plan_for("bf16-mixed", pins={"inner": "fp32"})], num_sanity_val_steps=1, max_steps=1)
+    with pytest.raises(PlanError, match=r"inner\.weight is pinned"):
+        runner.fit(Validates("called again"), batches(), batches())
+    assert runner.global_step == 0
 
 
 @pytest.mark.parametrize("checkpointing", [None, "net"])

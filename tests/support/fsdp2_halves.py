@@ -172,12 +172,26 @@ class AskingMany(Many):
             self.net = nn.Sequential(Asking(), Asking(), nn.Linear(FEATURES, 1))
 
 
+class PastItsPin(Many):
+    """Multiplies with the weight of its head, without calling it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + nn.functional.conv1d(batch[0][..., None], self.net[2].weight[..., None]).mean()
+
+
 @dataclass(frozen=True)
 class Read:
     """What is said of a weight that the step reads."""
 
+    module: type[Many] = Penalised
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    #: of the strategy
+    wrap: Any = Kinds
+
     def run(self) -> str:
-        return refused(lambda: fit(Penalised(), plugins=[plan_for("16-mixed")], **fsdp2(wrap=Kinds)))
+        return refused(
+            lambda: fit(self.module(), plugins=[plan_for("16-mixed", **self.options)], **fsdp2(wrap=self.wrap))
+        )
 
 
 KINDS = {"wrap": Kinds}

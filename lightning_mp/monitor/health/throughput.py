@@ -5,7 +5,6 @@ FLOPs are those of a forward and backward pass as the model defines them, counte
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -223,9 +222,7 @@ def _recomputes() -> bool:
     """
     if not compat.in_backward() or not torch.is_grad_enabled():
         return False
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code.co_filename.endswith((__file__, *compat.AROUND_MODES)):
-        frame = frame.f_back
+    frame = compat.calling_frame(__file__)
     return frame is not None and not frame.f_code.co_filename.endswith(compat.ENGINE)
 
 

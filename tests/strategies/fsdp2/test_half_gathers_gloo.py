@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from support.comparing import same_runs
-from support.fsdp2_halves import EQUAL, LAYERS, Bytes, LeftOut, Read, text
+from support.fsdp2_halves import EQUAL, HEAD, LAYERS, Bytes, Kinds, LeftOut, PastItsPin, Read, text
 from support.models import same_weights
 from support.ranks import Ranks
 from support.sharded import Both
@@ -64,3 +65,10 @@ def test_steps_are_ddps_to_the_last_bit(ranks: Ranks, case: str) -> None:
 def test_a_weight_read_elsewhere_is_refused_on_every_rank_with_the_pin_to_write(ranks: Ranks) -> None:
     for said in ranks.run(Read()):
         assert all(words in said for words in ("net.2.weight is fp16", "(pow, ", "pins={'net.2': 'fp32'}"))
+
+
+@pytest.mark.parametrize("wrap", [Kinds, None])
+def test_a_pinned_weight_that_is_computed_with_elsewhere_is_refused_with_its_pin(ranks: Ranks, wrap: Any) -> None:
+    for said in ranks.run(Read(PastItsPin, HEAD, wrap)):
+        assert "net.2.weight is pinned to fp32 ('net.2')" in said
+        assert "(convolution, fsdp2_halves.py:" in said

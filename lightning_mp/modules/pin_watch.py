@@ -1,0 +1,161 @@
+"""What the first step of a run is watched for: a weight computed with past its pin, and dtypes that a pin sets at odds.
+
+Operators are seen below autocast, so that every function counts, with no list of them. Compiled graphs run as they are
+and are not looked into.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, calling_frame, in_backward
+from lightning_mp.errors import PlanError
+from lightning_mp.modules.half_weights import multiplies, users_line
+from lightning_mp.modules.pins import PinMap, PinnedModule, in_pinned_forward, is_pinned
+from lightning_mp.numerics.dtypes import HALF, dtype_name, floating_in, to_torch
+
+#: set on what comes from a pinned weight: where it comes from; and on what it was cast to: that, and in which call
+_SOURCE, _CAST = "lmp_pin_source", "lmp_pin_cast"
+#: what has the same values in another place
+_COPIES = frozenset(("clone", "_to_copy", "_unsafe_view", "cat", "stack", "repeat"))
+_CLASH = re.compile("dtype|scalar ?type|same type", re.IGNORECASE)
+
+
+class _Source(NamedTuple):
+    member: PinnedModule
+    #: the name of the weight in it
+    key: str
+    #: it is the weight, or a view or copy of it, and not what was computed with it
+    whole: bool
+
+
+def watched(root: nn.Module, pin_map: PinMap, compute: str) -> AbstractContextManager[Any]:
+    """Around the forward pass of a first step.
+
+    Raises:
+        PlanError: a pinned weight runs in another dtype outside of its module, or a pin is why two dtypes clash.
+    """
+    return PinWatch(root, pin_map.members, compute) if pin_map.members else nullcontext()
+
+
+class PinWatch(TorchDispatchMode):
+    """Follows pinned weights through the operators, as autocast hands them on."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have dynamo compile as if this mode were not there."""
+        return True
+
+    def __init__(self, root: nn.Module, members: Sequence[PinnedModule], compute: str) -> None:
+        super().__init__()
+        self._root, self._members, self._compute = root, members, compute
+        #: by ``id`` of every parameter that was met; those of sharded modules are made in their forward
+        self._known: dict[int, _Source | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, with a look at what it is given and what comes out."""
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or in_backward():
+            return func(*args, **kwargs)
+        given, name = floating_in([args, kwargs]), func.overloadpacket.__name__
+        sources = {id(tensor): source for tensor in given if (source := self._source(tensor)) is not None}
+        moves = func.is_view or name in _COPIES
+        if not moves:
+            self._refuse_past_pin(given, name)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if sources and len({tensor.dtype for tensor in given}) > 1 and _CLASH.search(str(error)):
+                raise self._clash(next(iter(sources.values())), given, name) from error
+            raise
+        if moves:
+            self._follow_cast(given, floating_in(result), name)
+        if sources:
+            self._follow(given, sources, floating_in(result), moves=moves)
+        return result
+
+    def _source(self, tensor: Tensor) -> _Source | None:
+        if isinstance(tensor, nn.Parameter):
+            if id(tensor) not in self._known:
+                self._known.update((id(parameter), None) for parameter in (tensor, *self._root.parameters()))
+                for member in self._members:
+                    for key, parameter in member.module.named_parameters(recurse=False):
+                        self._known[id(parameter)] = _Source(member, key, True)
+            return self._known[id(tensor)]
+        return getattr(tensor, _SOURCE, None)
+
+    def _follow(self, given: list[Tensor], sources: dict[int, _Source], made: list[Tensor], *, moves: bool) -> None:
+        """Note of what was made that it comes from a pinned weight, where it has its dtype from there."""
+        source, inside = next(iter(sources.values())), in_pinned_forward()
+        whole = moves and not inside and all(id(one) in sources and sources[id(one)].whole for one in given)
+        for tensor in made:
+            alike = (one for one in given if one.dtype == tensor.dtype)
+            own = tensor.dtype == to_torch(source.member.pin.dtype)
+            if own and self._source(tensor) is None and (inside or all(id(one) in sources for one in alike)):
+                setattr(tensor, _SOURCE, source._replace(whole=whole))
+
+    def _follow_cast(self, given: list[Tensor], made: list[Tensor], name: str) -> None:
+        """Note a cast of a weight to a half format, and in which call of a function it was made."""
+        cast = next((one for tensor in given if (one := getattr(tensor, _CAST, None)) is not None), None)
+        source = self._source(given[0]) if given and name == "_to_copy" else None
+        if source is not None and source.whole and not in_pinned_forward() and source.member.pin.dtype != self._compute:
+            cast = source, _call()
+        for tensor in made if cast is not None else ():
+            if tensor.dtype in HALF and tensor.dtype != to_torch(cast[0].member.pin.dtype):
+                setattr(tensor, _CAST, cast)
+
+    def _refuse_past_pin(self, given: list[Tensor], name: str) -> None:
+        """Raise where a weight is computed with in the call that cast it: what users cast themselves they mean.
+
+        A table of learned queries may be what is multiplied, and is cast as any activation is.
+        """
+        for tensor in given:
+            source, call = getattr(tensor, _CAST, (None, None))
+            if source is None or call != _call() or _in_pinned_call():
+                continue
+            factors = [one for one in given if one.ndim > 1]
+            if multiplies(source.member.module) or not factors or factors[0] is not tensor:
+                raise self._past_pin(source, f"in {dtype_name(tensor.dtype)}", name)
+
+    def _past_pin(self, source: _Source, how: str, name: str) -> PlanError:
+        member = source.member
+        return PlanError.of(
+            f"{member.name}.{source.key} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and something "
+            f"outside of that module's forward computes with it {how} ({name}{users_line()})",
+            f"call {member.name!r} there, pin the module around it, compute there with autocast off, or remove the pin",
+        )
+
+    def _clash(self, source: _Source, given: list[Tensor], name: str) -> PlanError:
+        member, pin = source.member, source.member.pin
+        other = next(word for tensor in given if (word := dtype_name(tensor.dtype)) != pin.dtype)
+        if source.whole:
+            return self._past_pin(source, f"beside {other}", name)
+        return PlanError.of(
+            f"{member.name!r} is pinned to {pin.dtype} ({pin.pattern!r}), and what it gives meets {other} in {name}"
+            f"{users_line()}",
+            "cast it there, pin what reads it too, or remove the pin",
+        )
+
+
+def _call() -> tuple[int, int] | None:
+    """Which call of Python code the operator at hand is made in."""
+    frame = calling_frame(__file__)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _in_pinned_call() -> bool:
+    """Whether a pinned module is being called, as in its own hooks (``spectral_norm``, ``weight_norm``)."""
+    frame = calling_frame(__file__)
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and is_pinned(own):
+            return True
+        frame = frame.f_back
+    return False

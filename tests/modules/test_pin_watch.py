@@ -1,0 +1,204 @@
+"""What a first step is refused for, and what ordinary models do with pinned weights that is not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from conformance.families import FAMILIES, TEXT
+from lightning_mp.errors import PlanError
+from lightning_mp.modules.pin_watch import watched
+from lightning_mp.numerics.dtypes import cast_floating, default_dtype
+from support.pinning import pin, resolve
+
+WIDTH = 8
+X = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Parts, and a forward written as a function of them."""
+
+    def __init__(self, forward: Forward, **parts: nn.Module) -> None:
+        super().__init__()
+        self.run = forward
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def first_step(root: nn.Module, pins: dict[str, str], mode: str, x: Any = X) -> Tensor:
+    """The watched forward pass of a pinned model."""
+    pin(root, pins, mode=mode)
+    compute = "fp16" if mode.startswith("16") else "bf16"
+    half = AUTOCAST.get(mode, torch.bfloat16)
+    around = torch.autocast("cpu", half, cache_enabled=False) if mode in AUTOCAST else default_dtype(half)
+    with around, watched(root, resolve(root, pins), compute):
+        return root(x if mode in AUTOCAST else cast_floating(x, half))
+
+
+class Tokens(nn.Module):
+    """Gives its parameter itself, for every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.token.expand(len(x), -1)
+
+
+class Shared(nn.Module):
+    """A layer of the user's own with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def _off(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return self.head(F.linear(x, self.inner.weight))
+
+
+def _penalty(self: Any, x: Tensor) -> Tensor:
+    """As for a gradient penalty: its backward pass runs within the step, and under autocast."""
+    x = x.requires_grad_()
+    out = self.head(self.inner(x))
+    return out + torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum()
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+#: forward → the parts it has; each is pinned as ``inner``
+HEALTHY: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
+    "called": (lambda self, x: self.head(self.inner(x)), linear),
+    "called twice": (lambda self, x: self.head(self.inner(self.inner(x))), linear),
+    "cast by the user": (
+        lambda self, x: self.head(F.linear(x.bfloat16(), self.inner.weight.bfloat16()).to(x.dtype)),
+        linear,
+    ),
+    "its dtype": (lambda self, x: self.head(x.to(self.inner.weight.dtype).to(x.dtype)), linear),
+    "added": (lambda self, x: self.head((x + self.inner.weight[0]).to(x.dtype)), linear),
+    "a penalty on weights": (lambda self, x: self.head(x) + self.inner.weight.square().mean(), linear),
+    "a penalty on gradients": (_penalty, linear),
+    "spectral_norm": (lambda self, x: self.head(self.inner(x)), lambda: nn.utils.spectral_norm(linear())),
+    "spectral_norm, parametrized": (
+        lambda self, x: self.head(self.inner(x)),
+        lambda: nn.utils.parametrizations.spectral_norm(linear()),
+    ),
+    "weight_norm": (
+        lambda self, x: self.head(self.inner(x)),
+        lambda: nn.utils.parametrizations.weight_norm(linear()),
+    ),
+    "tokens": (lambda self, x: self.head(self.inner(x).to(x.dtype)), Tokens),
+    "a table of queries": (
+        lambda self, x: self.head(self.inner.weight.expand(len(x), -1).to(x.dtype)),
+        lambda: nn.Embedding(1, WIDTH),
+    ),
+    "attention": (lambda self, x: self.head(self.inner(x, x, x)[0]), lambda: nn.MultiheadAttention(WIDTH, 2)),
+    "LSTM": (lambda self, x: self.head(self.inner(x)[0]), lambda: nn.LSTM(WIDTH, WIDTH)),
+    "Sequential": (lambda self, x: self.head(self.inner(x)), lambda: nn.Sequential(linear(), nn.LayerNorm(WIDTH))),
+    "its layers": (
+        lambda self, x: self.head(self.inner[1](self.inner[0](x))),
+        lambda: nn.Sequential(linear(), linear()),
+    ),
+    "norm": (lambda self, x: self.head(self.inner(x)), lambda: nn.BatchNorm1d(WIDTH)),
+}
+
+
+@pytest.mark.parametrize(("what", "mode"), [*product(HEALTHY, ["bf16-mixed", "bf16-true"]), ("off", "bf16-mixed")])
+def test_what_ordinary_models_do_runs(what: str, mode: str) -> None:
+    forward, make = (_off, linear) if what == "off" else HEALTHY[what]
+    assert first_step(Net(forward, inner=make(), head=linear()), {"inner": "fp32"}, mode).isfinite().all()
+
+
+def test_a_compiled_model_is_compiled_as_without() -> None:
+    torch.compiler.reset()
+    root = pin(Net(lambda self, x: self.head(self.inner(x)), inner=linear(), head=linear()), {"inner": "fp32"})
+    root.compile(backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        with watched(root, resolve(root, {"inner": "fp32"}), "bf16"):
+            first = root(X)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(root(X), first)
+
+
+PAST_ITS_PIN: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
+    "a tied table": (lambda self, x: F.linear(x, self.inner.weight), lambda: nn.Embedding(WIDTH, WIDTH)),
+    "a layer of one's own": (lambda self, x: x @ self.inner.weight, Shared),
+    "a convolution": (lambda self, x: F.conv1d(x[..., None], self.inner.weight), lambda: nn.Conv1d(WIDTH, WIDTH, 1)),
+    "a bias": (lambda self, x: F.linear(x, self.head.weight, self.inner.bias), linear),
+    "a list": (lambda self, x: x @ self.inner[0], lambda: nn.ParameterList([torch.eye(WIDTH)])),
+}
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("what", PAST_ITS_PIN)
+def test_a_weight_that_is_computed_with_past_its_pin_is_named(what: str, mode: str) -> None:
+    forward, make = PAST_ITS_PIN[what]
+    with pytest.raises(PlanError, match=r"inner\.\w+ is pinned to fp32 \('inner'\), .* \(\w+, test_pin_watch.py:\d+\)"):
+        first_step(Net(forward, inner=make(), head=linear()), {"inner": "fp32"}, mode)
+
+
+class Recorded(Net):
+    """Keeps what a layer gives, as transformers do for ``output_hidden_states``, and reads it later."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: (self.inner(x), self.head(self.seen[0]))[1], inner=linear(), head=linear())
+        self.seen: list[Tensor] = []
+        own = self.inner.forward
+        self.inner.forward = lambda x: (self.seen.append(own(x)), self.seen[-1])[1]
+
+
+CLASHES: dict[str, Callable[[], nn.Module]] = {
+    "recorded": Recorded,
+    "looked up": lambda: Net(
+        lambda self, x: self.head(F.embedding(torch.arange(4), self.inner.weight)),
+        inner=nn.Embedding(4, WIDTH),
+        head=linear(),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CLASHES)
+def test_what_a_pinned_module_gives_to_a_layer_of_another_dtype_names_the_pin(what: str) -> None:
+    with pytest.raises(
+        PlanError, match=r"'inner' is pinned to fp32 \('inner'\), and what it gives meets bf16"
+    ) as error:
+        first_step(CLASHES[what](), {"inner": "fp32"}, "bf16-true")
+    assert isinstance(error.value.__cause__, RuntimeError)
+
+
+def test_an_error_that_no_pin_leads_to_stays_as_it_is() -> None:
+    root = Net(lambda self, x: self.head(x.double()) + self.inner(x), inner=linear(), head=linear())
+    with pytest.raises(RuntimeError, match="dtype"):
+        first_step(root, {"inner": "fp32"}, "bf16-true")
+
+
+ORDINARY = ("llama", "gpt2", "mixtral", "bert", "t5", "clip", "detr", "whisper", "wav2vec2", "swin")
+SETS: list[dict[str, str]] = [{"norms": "fp32"}, {"Linear": "fp32"}, {"Embedding": "fp32"}]
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_models_of_transformers_run_with_ordinary_pins(name: str) -> None:
+    family = FAMILIES[name]
+    model, batch = family.model(), family.batch(torch.Generator().manual_seed(0))
+    for pins in SETS if name in TEXT else SETS[:2]:
+        root = Net(lambda self, x: self.model(**x).loss, model=copy.deepcopy(model))
+        assert first_step(root, pins, "bf16-mixed", batch).isfinite()
