@@ -107,7 +107,9 @@ class PinWatch(TorchDispatchMode):
         source = self._source(given[0]) if given and name == "_to_copy" else None
         if source is not None and source.whole and not in_pinned_forward() and source.member.pin.dtype != self._compute:
             cast = source, _call()
-        for tensor in made if cast is not None else ():
+        if cast is None:
+            return
+        for tensor in made:
             if tensor.dtype in HALF and tensor.dtype != to_torch(cast[0].member.pin.dtype):
                 setattr(tensor, _CAST, cast)
 
