@@ -110,7 +110,7 @@ $(DONE)/torch: constraints.txt $(DONE)/venv
 
 $(DONE)/demo: pyproject.toml $(DONE)/torch
 	@echo 'installing lightning_mp and what the demo needs (first time only, about 1 minute)'
-	@$(INSTALL) '.[hf,report]'
+	@$(INSTALL) '.[hf]'
 	@touch $@
 
 # DS_ACCELERATOR=cpu: DeepSpeed's setup would otherwise refuse a machine that has a GPU but no CUDA compiler. It builds

@@ -19,7 +19,7 @@ from lightning_mp.errors import install_line
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning-mp"
-HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "deepspeed", "omegaconf", "hydra", "plotly")
+HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "deepspeed", "omegaconf", "hydra")
 #: floor 0, which import-linter holds to be pure data
 FLOOR_0 = ("deepspeed_config", "errors", "monitor.events", "monitor.report", "planner", "policy.load")
 
@@ -76,7 +76,7 @@ def test_the_core_dependencies_are_few() -> None:
 
 
 def test_all_is_every_extra_that_a_user_may_want_at_run_time() -> None:
-    at_run_time = ("hf", "deepspeed", "hydra", "report", "fp8", "cli")
+    at_run_time = ("hf", "deepspeed", "hydra", "fp8", "cli")
     assert required_by("all") == set().union(*map(required_by, at_run_time))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -57,6 +58,7 @@ def report(
         typer.Argument(metavar="RUN_DIR", help="A run's folder; several are compared.", show_default=False),
     ],
     output: Annotated[File, typer.Option(help="The file: report.html in RUN_DIR, or in what holds them all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print verdicts and figures as JSON, write no page.")] = False,
 ) -> None:
     """Write what a run did, or how several compare, as HTML.
 
@@ -64,10 +66,10 @@ def report(
 
     Example: lightning-mp report runs/a runs/b
     """
-    from lightning_mp.monitor.report import write_report
+    from lightning_mp.monitor.report import summaries, write_report
 
     with refusals("report", OSError):
-        typer.echo(write_report(run_dirs, output))
+        typer.echo(json.dumps(summaries(run_dirs), indent=2) if as_json else write_report(run_dirs, output))
 
 
 # ---------------------------------------------------------------------- init

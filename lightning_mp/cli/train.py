@@ -148,7 +148,7 @@ def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults
 
 def _sweep(jobs: Sequence[Composed], config_dirs: Sequence[Path], say: Say) -> int:
     """Each run in a process of its own: one that fails or runs out of memory leaves the others alone."""
-    from lightning_mp.errors import MissingExtraError, PlanError
+    from lightning_mp.errors import PlanError
     from lightning_mp.monitor.report import write_report
 
     failed, folders = 0, [Path(job.config["run_dir"]) for job in jobs]
@@ -163,7 +163,7 @@ def _sweep(jobs: Sequence[Composed], config_dirs: Sequence[Path], say: Say) -> i
     ran = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     try:
         say(f"compared: {write_report(ran, folders[0].parent / 'report.html')}" if ran else "nothing wrote metrics")
-    except (MissingExtraError, PlanError) as error:
+    except PlanError as error:
         say(f"not compared: {error}")
     if failed:
         say(f"{failed} of {len(jobs)} runs failed")

@@ -335,7 +335,6 @@ def compare(
 
     Raises:
         PlanError: what cannot be compared, a plan that cannot run on this model among it; every fault at once.
-        MissingExtraError: ``out`` is given and plotly, which draws the page, is not installed.
     """
     faults = Faults(SUBJECT)
     named = read_plans(plans, faults)
@@ -376,12 +375,8 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
         faults.add(f"{name}={trainer[name]!r}, which compare sets itself", "remove it, or write steps=")
     for name in trainer.keys() - set(trainer_arguments()):
         faults.unknown("keyword", name, [*signature(compare).parameters, *trainer_arguments()])
-    if out is not None:
-        from lightning_mp.monitor.report.page import plotly_script
-
-        plotly_script()
-        if Path(out).exists() and not Path(out).is_dir():
-            faults.add(f"out={str(out)!r} is a file", "name a folder, new or not")
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        faults.add(f"out={str(out)!r} is a file", "name a folder, new or not")
 
 
 # ---------------------------------------------------------------------- the runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,9 @@ MARGIN_SHARE = 0.005
 _CONFIDENCE = 0.95
 NOTHING = "-"
 _FEW = 100
+#: columns of a terminal that has room for standard deviations
+_WIDE = 100
+_DEVIATION = ", mean ± sd"
 _PAIRED = ("minus first, mean", "95 % interval", "verdict")
 
 
@@ -160,15 +163,20 @@ class Comparison:
         """The table, a row a plan, and notes, ``width`` columns wide at most."""
         output = io.StringIO()
         console = Console(file=output, width=width)
+        console.print(conclusion(self), highlight=False, markup=False)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        for index, name in enumerate(heads(self)):
-            # in a narrow terminal cells are folded: nothing of a number or a verdict is left out
+        names, cells = heads(self), rows(self)
+        if width < _WIDE:  # means alone
+            cells = [[cell.partition(" ± ")[0] for cell in [*row[:-2], row[-1]]] for row in cells]
+            names = [name.removesuffix(_DEVIATION) for name in [*names[:-2], names[-1]]]
+        for index, name in enumerate(names):
+            # cells are folded: nothing of a number or a verdict is left out
             table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", overflow="fold")
-        for row in rows(self):
+        for row in cells:
             table.add_row(*row)
         console.print(table, highlight=False)
         failed = [f"{plan.name}, seed {run.seed}, failed: {run.error}" for plan in self.plans for run in plan.failed]
-        for line in [*failed, *notes(self)]:
+        for line in [*failed, *verdicts(self)[1:], *notes(self)]:
             console.print(line, highlight=False, markup=False)
         return output.getvalue()
 
@@ -265,14 +273,88 @@ def student_t(confidence: float, freedom: int) -> float:
     return high
 
 
+# ---------------------------------------------------------------------- in words
+
+#: how much of a speed or of a memory is worth a word
+_WORTH = 0.05
+
+
+def conclusion(comparison: Comparison) -> str:
+    """Which plan to use, in a sentence: the fastest of those whose loss is the first's or lower, else the first."""
+    first, machine = comparison.plans[0], comparison.about.get("machine", {"type": "cpu"})
+    here = "this CPU" if machine["type"] == "cpu" else f"this {machine['device']}"
+    known = [
+        (plan, one)
+        for plan, one in zip(comparison.plans[1:], comparison.differences, strict=True)
+        if one.verdict in ("same", "better") and not plan.failed and plan.rate and first.rate
+    ]
+    if not known:
+        ran = {plan.name for plan in comparison.plans if not plan.failed}
+        undecided = [one for one in comparison.differences if one.verdict == "undecided" and one.second in ran]
+        if undecided:
+            return f"Not decided between {first.name} and {undecided[0].second}: {undecided[0].reason}."
+        return f"On {here} use {first.name}: no other plan has its loss."
+
+    def gain(plan: PlanResult) -> tuple[float, float]:
+        """Its speed over the first's, one that is not worth a word is 1; then the memory that it saves."""
+        speed, memory = _ratio(plan.rate, first.rate) or 0, _ratio(plan.peak_bytes, first.peak_bytes) or 1
+        return (1 if abs(speed - 1) < _WORTH else speed), -memory
+
+    best, its = max(known, key=lambda item: gain(item[0]))
+    speed, memory = gain(best)
+    if speed > 1 or (speed == 1 and (-memory < 1 - _WORTH or its.verdict == "better")):
+        return f"On {here} use {best.name}: {_words(best, its, first)}, against {first.name}."
+    if speed == 1:
+        return f"On {here} {first.name} and {best.name} have the same loss, speed and memory."
+    return f"On {here} use {first.name}: same loss as {best.name}, {_times(1 / speed)}."
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """A line a plan: its loss, speed and memory against the first's, with a reason where it is not the same."""
+    first = comparison.plans[0]
+    lines = [f"{first.name}: what the others are compared with"]
+    for plan, one in zip(comparison.plans[1:], comparison.differences, strict=True):
+        reason = "" if one.verdict == "same" else f" ({one.reason})"
+        lines.append(f"{plan.name}: {_words(plan, one, first)}{reason}")
+    return lines
+
+
+def _words(plan: PlanResult, one: Difference, first: PlanResult) -> str:
+    mean = abs(one.mean_difference or 0)
+    loss = {
+        "same": f"same loss within ±{one.margin:.2g}",
+        "better": f"loss lower by {mean:.2g}",
+        "worse": f"loss higher by {mean:.2g}" if one.interval else "a loss that is not finite",
+        "undecided": "loss not decided",
+    }[one.verdict]
+    speed, memory = _ratio(plan.rate, first.rate), _ratio(plan.peak_bytes, first.peak_bytes)
+    more = 0.0 if memory is None else memory - 1
+    held = f"{abs(more) * 100:.0f} % {'more' if more > 0 else 'less'} memory" if abs(more) >= _WORTH else ""
+    return ", ".join(filter(None, [loss, "" if speed is None else _times(speed), held]))
+
+
+def _ratio(one: Spread | None, other: Spread | None) -> float | None:
+    return one.mean / other.mean if one and other and other.mean else None
+
+
+def _times(speed: float) -> str:
+    """``2.1 × faster``, ``13 % slower``, ``same speed``."""
+    if abs(speed - 1) < _WORTH:
+        return "same speed"
+    word, factor = ("faster", speed) if speed > 1 else ("slower", 1 / speed)
+    if factor >= 1.5:
+        return f"{factor:.1f} × {word}"
+    return f"{abs(speed - 1) * 100:.0f} % {word}"
+
+
 # ---------------------------------------------------------------------- the table
 
 
 def heads(comparison: Comparison) -> list[str]:
     """The columns' names; a comma is where a narrow one may break."""
     first = comparison.plans[0]
-    peak = f"peak {_memory_unit(first)[0]}, mean ± sd"
-    return ["plan", f"{first.unit}/s, mean ± sd", "speed", peak, "final loss, mean ± sd", *_PAIRED]
+    peak = f"peak {_memory_unit(first)[0]}{_DEVIATION}"
+    return ["plan", f"{first.unit}/s{_DEVIATION}", "speed", peak, f"final loss{_DEVIATION}", *_PAIRED]
 
 
 def _memory_unit(first: PlanResult) -> tuple[str, int]:
@@ -315,15 +397,14 @@ def signed(value: float) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What the columns mean, and the reason of each verdict, a line each."""
+    """What the columns mean, a line each."""
     first, last = comparison.plans[0].name, comparison.final_loss_steps
     margins = dict.fromkeys(f"{one.margin:.4g}" for one in comparison.differences)
     mean = "training loss of the last step" if last == 1 else f"mean training loss of the last {last} steps"
     lines = [
         f"final loss: the {mean} of {comparison.steps}, over {counted(len(comparison.seeds), 'seed')}.",
-        f"minus first: {first}'s of the same seed, weights and batches taken away; interval: Student's t over seeds.",
-        f"verdict: same with the interval within the margin, ±{', ±'.join(margins)}, else worse or better without 0.",
-        *(f"{one.second}: {one.verdict}, {one.reason}." for one in comparison.differences),
+        f"minus first: this loss minus {first}'s, same seed, weights and batches; interval: Student's t over seeds.",
+        f"same: the whole interval is inside ±{', ±'.join(margins)}; worse, better: on one side of 0; else undecided.",
     ]
     if any(run.skipped for plan in comparison.plans for run in plan.runs):
         skipped = (f"{plan.name} {sum(run.skipped for run in plan.runs)}" for plan in comparison.plans)
@@ -338,7 +419,6 @@ def write(comparison: Comparison, folder: Path) -> None:
     """Write both files into ``folder``.
 
     Raises:
-        MissingExtraError: plotly is not installed.
         OSError: they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -347,30 +427,71 @@ def write(comparison: Comparison, folder: Path) -> None:
 
 
 def render(comparison: Comparison) -> str:
-    """The page; its curves are means over the seeds that ran to their end, step by step.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
+    """The page; its curves are means over the seeds that ran to their end, step by step."""
     plans, about = comparison.plans, comparison.about
-    runs: list[Run] = []
-    for plan in plans:
-        losses = zip(*(run.losses for run in plan.runs if run.losses), strict=False)
-        means = [mean if math.isfinite(mean) else None for mean in map(statistics.fmean, losses)]
-        runs.append(Run(Path(plan.name), plan.name, {metric_names.LOSS: Series(list(range(1, len(means) + 1)), means)}))
+    curves = [[run.losses for run in plan.runs if run.losses] for plan in plans]
+    runs = [_run(plan.name, _mean_curve(of)) for plan, of in zip(plans, curves, strict=True)]
     seeds = f"mean of {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
-    panel = Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"})
-    drawn = [draw(panel, runs)] if any(run.finite(metric_names.LOSS) for run in runs) else []
+    charts = [_difference_chart(comparison, seeds)] if any(curves[1:]) and curves[0] else []
+    alike = all(one.verdict == "same" for one in comparison.differences)
+    if any(run.finite(metric_names.LOSS) for run in runs) and not (charts and alike):
+        charts.append(draw(Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"}), runs))
+    unit, size = _memory_unit(plans[0])
     return document(
         Path(__file__).with_name("compare.html.j2"),
         title=f"{len(plans)} plans compared",
-        payload={"charts": drawn, "steps": [1, comparison.steps]},
+        conclusion=conclusion(comparison),
+        payload={"charts": charts, "steps": [1, comparison.steps]},
         runs=runs,
         words=[about["module"], about["machine"]["device"], seeds, f"{comparison.steps} steps a run"],
         failed=[(plan.name, run) for plan in plans for run in plan.failed],
+        verdicts=list(enumerate(verdicts(comparison))),
+        bars=[
+            (f"Speed, {plans[0].unit} a second", "longer is better", _bars([plan.rate for plan in plans], 1)),
+            (f"Peak memory, {unit}", "shorter is better", _bars([plan.peak_bytes for plan in plans], size)),
+        ],
         heads=heads(comparison),
         rows=list(enumerate(rows(comparison))),
         notes=notes(comparison),
         about=about,
         plans=plans,
     )
+
+
+def _run(name: str, values: Sequence[float]) -> Run:
+    """A curve over steps as the report draws it; what is not finite is a gap."""
+    finite = [value if math.isfinite(value) else None for value in values]
+    return Run(Path(name), name, {metric_names.LOSS: Series(list(range(1, len(finite) + 1)), finite)})
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    return list(map(statistics.fmean, zip(*curves, strict=False)))
+
+
+def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
+    """Every later plan's losses minus the first's of the same seed: the mean at each step, and its 95 % interval."""
+    first, *others = comparison.plans
+    base = {run.seed: run.losses for run in first.runs if run.losses}
+    runs, bands = [_run(first.name, [])], list[list[float]]([[]])
+    for plan in others:
+        pairs = [zip(run.losses, base[run.seed], strict=False) for run in plan.runs if run.losses and run.seed in base]
+        curves = [[its - loss for its, loss in pair] for pair in pairs]
+        runs.append(_run(plan.name, _mean_curve(curves)))
+        half = student_t(_CONFIDENCE, len(curves) - 1) / math.sqrt(len(curves)) if len(curves) > 1 else 0.0
+        steps = [values if all(map(math.isfinite, values)) else (0.0, 0.0) for values in zip(*curves, strict=False)]
+        bands.append([half * statistics.stdev(values) if half else 0.0 for values in steps])
+    title = f"Loss minus {first.name}'s, {seeds}" + (" with its 95 % interval" if len(comparison.seeds) > 1 else "")
+    chart = draw(Panel(title, "difference of the loss", {metric_names.LOSS: "loss"}), runs)
+    for line in chart["lines"]:
+        band = bands[line["run"]]
+        halves = [None if y is None else band[step - 1] for step, y in zip(line["x"], line["y"], strict=True)]
+        line["band"] = halves if any(halves) else []
+    margin = comparison.differences[0].margin
+    return {**chart, "latest": f"dashed: ±{margin:.2g}, the same", "rules": [-margin, 0.0, margin]}
+
+
+def _bars(spreads: Sequence[Spread | None], unit: float) -> list[tuple[float, str]]:
+    """The length of each bar in percent of the longest, and its number with its deviation."""
+    longest = max((spread.mean for spread in spreads if spread), default=1.0) or 1.0
+    form = "{:,.1f}" if longest / unit < _FEW else "{:,.0f}"
+    return [(100 * spread.mean / longest if spread else 0.0, _with_sd(spread, form, unit)) for spread in spreads]

@@ -50,12 +50,12 @@ def test_plans_train_the_same_model_in_less_memory(demo: tuple[str, Path]) -> No
     assert all(run["error"] is None for plan in plans.values() for run in plan["runs"])
 
 
-@pytest.mark.parametrize("package", ["transformers", "tokenizers", "plotly"])
+@pytest.mark.parametrize("package", ["transformers", "tokenizers"])
 def test_a_missing_package_names_the_extra_that_brings_it(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("lightning.pytorch")  # whose metrics look for transformers when they are imported
     monkeypatch.setitem(sys.modules, package, None)  # Python's own way to say: not importable
-    monkeypatch.setitem(sys.modules, f"{package}.offline", None)
     result = CliRunner().invoke(app, ["demo", "--steps", "1", "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert f"needs {package}. Install it: pip install '" in result.stderr

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_mp import PrecisionPolicy
-from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, write
+from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, conclusion, write
 from monitor.report.browser import Shown, chromium
 
 STEPS = 20
@@ -41,13 +42,47 @@ def test_the_page_shows_the_curves_and_the_verdicts(tmp_path: Path) -> None:
         for dark in (False, True):
             shown = Shown(browser, (tmp_path / "compare.html").as_uri(), dark=dark)
             charts = shown.charts()
-            assert list(charts) == ["Loss, mean of 3 seeds"]
+            difference = "Loss minus bf16's, mean of 3 seeds with its 95 % interval"
+            assert list(charts) == [difference, "Loss, mean of 3 seeds"]
+            (fp8, full) = charts[difference]["curves"]
+            assert fp8["y"] == pytest.approx([0.3] * STEPS)
+            assert full["y"] == pytest.approx([0.0] * STEPS)
+            low, high = charts[difference]["y"]
+            assert low < -0.005 < 0.3 < high  # the margin is in sight
             text = shown.page.inner_text("main")
+            assert (
+                text.index("On this CPU use bf16")
+                < text.index("fp8: loss higher by 0.3, same speed")
+                < text.index("tokens")
+            )
             for expected in ("worse", "undecided", "OutOfMemoryError: <full>", "+0.3000", "<Net>", "margin"):
                 assert expected in text
             shown.close()
             assert shown.messages == []
             assert not [url for url in shown.requests[1:] if not url.startswith(("data:", "blob:"))]
+
+
+#: the losses of the second plan above those of the first, its speed, and the conclusion
+CONCLUSIONS = {
+    "faster": (
+        (0.0, 0.001, 0.0),
+        2.1,
+        "use fp8: same loss within ±0.0054, 2.1 × faster, 38 % less memory, against bf16.",
+    ),
+    "slower": ((0.0, 0.001, 0.0), 0.25, "use bf16: same loss as fp8, 4.0 × faster."),
+    "worse": ((0.3, 0.31, 0.3), 2.1, "use bf16: no other plan has its loss."),
+    "undecided": ((-0.3, 0.3, 0.1), 2.1, "Not decided between bf16 and fp8: the interval holds 0"),
+}
+
+
+@pytest.mark.parametrize("name", CONCLUSIONS)
+def test_the_first_sentence_says_which_plan_to_use(name: str) -> None:
+    gaps, speed, said = CONCLUSIONS[name]
+    first, second = _plan("bf16", 0.0, 0.0, 0.0), _plan("fp8", *gaps)
+    runs = [replace(run, rate=(run.rate or 0) * speed, peak_bytes=5_580) for run in second.runs]
+    first = replace(first, runs=tuple(replace(run, peak_bytes=9_000) for run in first.runs))
+    assert said in conclusion(_compared(first, replace(second, runs=tuple(runs))))
+    assert str(_compared(first, second)).startswith(("On this CPU", "Not decided"))
 
 
 def test_the_json_is_strict_and_has_every_loss(tmp_path: Path) -> None:

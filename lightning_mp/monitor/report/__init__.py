@@ -5,6 +5,6 @@
 Pages of other packages share its look: see :mod:`lightning_mp.monitor.report.page`.
 """
 
-from lightning_mp.monitor.report.page import write_report
+from lightning_mp.monitor.report.page import summaries, write_report
 
-__all__ = ["write_report"]
+__all__ = ["summaries", "write_report"]

@@ -33,12 +33,13 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What it is, its value, and a few words on where it comes from."""
+    """What it is, its value as it is shown, a few words on where it comes from, and the number itself."""
 
     name: str
     value: str = NOTHING
     detail: str = "not recorded"
     unit: str = ""
+    number: float | None = None
 
 
 def figures(run: Run) -> list[Figure]:
@@ -49,20 +50,21 @@ def figures(run: Run) -> list[Figure]:
     parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
     rate, memory, skipped = (Figure(name) for name in ("median throughput", "peak memory", "skipped steps"))
     if rates is not None:
-        rate = Figure(rate.name, number(statistics.median(rates[0])), "over all readings", rates[1])
+        median = statistics.median(rates[0])
+        rate = Figure(rate.name, number(median), "over all readings", rates[1], median)
     if peaks:
         highest, small = max(peaks), max(peaks) < 1
         value = f"{highest * 1024:.0f}" if small else f"{highest:.3g}"
-        memory = Figure(memory.name, value, "peak", "MiB" if small else "GiB")
+        memory = Figure(memory.name, value, "peak", "MiB" if small else "GiB", highest)
     if skips:
-        skipped = Figure(skipped.name, number(skips[-1]), "in total")
+        skipped = Figure(skipped.name, number(skips[-1]), "in total", number=skips[-1])
     return [
         _loss("final loss", run, names.LOSS, lambda pairs: pairs[-1]),
         _loss("best val loss", run, names.VAL_LOSS, min),
         rate,
         memory,
         skipped,
-        Figure("alerts", number(len(run.alerts)), ", ".join(parts)),
+        Figure("alerts", number(len(run.alerts)), ", ".join(parts), number=len(run.alerts)),
     ]
 
 
@@ -78,7 +80,7 @@ def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
     if not pairs:
         return Figure(title)
     value, step = choose(pairs)
-    return Figure(title, number(value), f"step {step:,}")
+    return Figure(title, number(value), f"step {step:,}", number=value)
 
 
 # ---------------------------------------------------------------------- numbers
@@ -174,7 +176,7 @@ KNOWN: tuple[Panel, ...] = (
 
 def lay_out(runs: Sequence[Run]) -> list[Panel]:
     """The charts of what ``runs`` recorded; where several are compared, one for each line."""
-    found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if series.finite))
+    found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if _drawn(name, series)))
     panels: list[Panel] = []
     for panel in KNOWN:
         first = next(iter(panel.lines))
@@ -188,6 +190,11 @@ def lay_out(runs: Sequence[Run]) -> list[Panel]:
             title = f"{panel.title}, {label}" if len(own) > 1 else panel.title
             panels.append(replace(panel, lines={name: label}, title=title))
     return [panel for panel in panels if panel.lines]
+
+
+def _drawn(name: str, series: Series) -> bool:
+    """Whether there is anything to see: a loss or a norm that was never finite is what a failing run has to show."""
+    return bool(series.finite) or (bool(series.values) and name in (names.LOSS, names.GRAD_NORM))
 
 
 # ---------------------------------------------------------------------- one chart
@@ -204,10 +211,10 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         (place, place if many else index, run.name if many else label, run.series[name])
         for place, run in enumerate(runs)
         for index, (name, label) in enumerate(panel.lines.items())
-        if run.finite(name)
+        if _drawn(name, run.series.get(name, Series()))
     ]
     logarithmic = panel.scale in ("log", "log2")
-    if logarithmic and max(value for *_, series in found for value in series.finite) <= 0:
+    if logarithmic and max((value for *_, series in found for value in series.finite), default=0) <= 0:
         panel, logarithmic = replace(panel, scale="linear"), False
     lines: list[dict[str, Any]] = []
     for place, style, name, series in found:

@@ -23,7 +23,7 @@
   }
 
   // The line through the readings, broken where one is not finite: there it has a cross.
-  function curve(chart, { x, y, name, dash, ...meta }) {
+  function curve(chart, { x, y, name, dash, band = [], ...meta }) {
     const stepped = chart.traits.includes("stepped"), few = x.length <= FEW && !stepped;
     const gaps = x.filter((_, i) => y[i] === null);
     const cross = symbols(gaps, 0, "x-thin", 8, gaps.map(() => "no number"), { ...meta, role: "gap" });
@@ -31,7 +31,17 @@
       x, y, name, mode: few ? "lines+markers" : "lines", line: { width: 1.8, dash, shape: stepped ? "hv" : "linear" },
       hovertemplate: HOVER[chart.scale], connectgaps: false, meta: { ...meta, role: "curve" }, ...(few ? { marker: { size: 4 } } : {}),
     };
-    return gaps.length ? [drawn, { ...cross, name, hovertemplate: "%{text}" }] : [drawn];
+    const around = band.length ? [interval(x, y, band, name, meta)] : [];
+    return [...around, drawn, ...(gaps.length ? [{ ...cross, name, hovertemplate: "%{text}" }] : [])];
+  }
+
+  // The area between y - band and y + band, as far as there are numbers.
+  function interval(x, y, band, name, meta) {
+    const there = x.map((_, i) => i).filter((i) => y[i] !== null), back = [...there].reverse();
+    return {
+      x: [...there, ...back].map((i) => x[i]), y: [...there.map((i) => y[i] + band[i]), ...back.map((i) => y[i] - band[i])],
+      name, mode: "lines", fill: "toself", line: { width: 0 }, hoverinfo: "skip", meta: { ...meta, role: "band" },
+    };
   }
 
   // Alerts are lines from top to bottom with a symbol a severity; a notice is the symbol alone.
@@ -93,6 +103,7 @@
       const hue = colour(hueName(trace));
       const dressed = { ...trace, visible: shown(chart, trace) };
       if (trace.line) dressed.line = { ...trace.line, color: hue };
+      if (trace.fill) dressed.fillcolor = `${hue}2a`;
       if (trace.marker) {
         const filled = trace.meta.role === "error" || trace.meta.role === "warning";
         dressed.marker = { ...trace.marker, color: hue, line: filled ? { color: colour("card"), width: 1 } : { color: hue, width: 1.5 } };
@@ -108,9 +119,9 @@
   function heights(chart) {
     const [from, to] = steps();
     const log = kind(chart) === "log";
-    let low = Infinity, high = -Infinity;
+    let low = Math.min(...(chart.rules || [])), high = Math.max(...(chart.rules || []));
     for (const trace of chart.data) {
-      if (trace.meta.role !== "curve" || !shown(chart, trace)) continue;
+      if ((trace.meta.role !== "curve" && trace.meta.role !== "band") || !shown(chart, trace)) continue;
       trace.y.forEach((y, i) => {
         if (y === null || (log && y <= 0) || trace.x[i] < from || trace.x[i] > to) return;
         const value = log ? Math.log10(y) : y;
@@ -142,9 +153,12 @@
       paper_bgcolor: colour("card"), plot_bgcolor: colour("card"),
       font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("text") },
       xaxis: { ...axis({ title: { text: "step", standoff: 6 }, tickformat: ",d" }, colour), range: steps(), autorange: false, showgrid: false, showline: true },
-      yaxis: { ...axis(given, colour, chart.switchable && kind(chart) === "log" ? ", log scale" : ""), ...(range ? { range, autorange: false } : { autorange: true }), zeroline: false },
+      yaxis: { showticklabels: Boolean(range), ...axis(given, colour, chart.switchable && kind(chart) === "log" ? ", log scale" : ""), ...(range ? { range, autorange: false } : { autorange: true }), zeroline: false },
       hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text"), size: 12 } },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("text") },
+      shapes: (chart.rules || []).map((y) => ({
+        type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, layer: "below", line: { width: 1, dash: y ? "dash" : "solid", color: colour("quiet") },
+      })),
       dragmode: touch.matches ? false : "zoom",
     };
   }
@@ -202,6 +216,7 @@
     const colour = themed();
     const [from, to] = zoom ? zoom.map(Math.round) : content.steps;
     document.getElementById("steps").textContent = `steps ${from.toLocaleString("en")} to ${to.toLocaleString("en")}`;
+    content.charts.forEach(card); // all of them, before one measures its column
     await Promise.all(content.charts.map((chart) => drawOne(chart, colour)));
   }
 
@@ -233,6 +248,17 @@
     document.getElementById("charts").scrollIntoView({ behavior: "smooth" });
   }
 
+  // The clipboard may be closed to a page from a file: the text is then selected.
+  async function copy(source, button) {
+    getSelection().selectAllChildren(source);
+    try {
+      await navigator.clipboard.writeText(source.textContent);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = document.execCommand("copy") ? "copied" : "selected";
+    }
+  }
+
   document.addEventListener("click", (event) => {
     const button = event.target.closest("button");
     if (!button) return;
@@ -242,6 +268,7 @@
       kinds.set(button.dataset.chart, button.textContent);
       draw();
     }
+    if (button.dataset.copy !== undefined) copy(document.getElementById(button.dataset.copy), button);
     const name = button.dataset.hide;
     if (name === undefined) return;
     if (!hidden.delete(name)) hidden.add(name);

@@ -17,9 +17,10 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from lightning_mp.errors import Faults, MissingExtraError, PlanError, counted
+from lightning_mp.errors import Faults, PlanError, counted
 from lightning_mp.monitor.report.charts import dash, draw, figures, lay_out, moment, plain, state
 from lightning_mp.monitor.report.load import Run, is_run, load
+from lightning_mp.monitor.report.verdict import compared, suggested_pins, summary, verdict
 from lightning_mp.monitor.run_folder import REPORT
 
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -41,7 +42,6 @@ def write_report(
 
     Raises:
         PlanError: a folder holds no run, or ``output`` is a folder.
-        MissingExtraError: plotly is not installed.
         OSError: the file cannot be written.
     """
     folders = find_runs(run_dirs)
@@ -50,6 +50,15 @@ def write_report(
         raise PlanError.of(f"output={str(target)!r} is a folder", f"write {str(target / REPORT)!r}", "report")
     put(target, document(_HERE / "report.html.j2", **_content(load_runs(folders), title, not_run or {})))
     return target
+
+
+def summaries(run_dirs: RunDirs) -> list[dict[str, Any]]:
+    """The verdict and the figures of each run, as plain values.
+
+    Raises:
+        PlanError: a folder holds no run.
+    """
+    return [summary(run) for run in load_runs(find_runs(run_dirs))]
 
 
 def put(target: Path, page: str) -> None:
@@ -100,25 +109,9 @@ def document(template: Path, *, title: str, payload: Mapping[str, Any], **contex
     ``payload`` is what the page's script draws: ``charts`` (each of :func:`~lightning_mp.monitor.report.charts.draw`),
     ``steps`` (the first and the last). ``runs`` in ``context`` are objects with a ``name``; several
     have a legend above the charts.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
     """
     context = {"runs": (), **context, "title": title, "payload": payload}
-    return _template(template).render(context, plotly=plotly_script())
-
-
-def plotly_script() -> str:
-    """The script that draws charts.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise MissingExtraError("plotly", "report", "the report's charts") from None
-    return get_plotlyjs()
+    return _template(template).render(context)
 
 
 @lru_cache
@@ -138,8 +131,13 @@ def _template(path: Path) -> Any:
     found.globals |= {
         "figures": figures,
         "state": state,
+        "verdict": verdict,
+        "compared": compared,
+        "suggested_pins": suggested_pins,
         "style": (_HERE / "page.css").read_text(encoding="utf-8"),
         "script": (_HERE / "page.js").read_text(encoding="utf-8"),
+        # plotly.js-basic-dist-min 4.1.1 of npm as it is, MIT: scatter and bar charts, a quarter of the whole library
+        "plotly": (_HERE / "plotly-basic.min.js").read_text(encoding="utf-8"),
     }
     return found.get_template(path.name)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-import sys
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
-from lightning_mp.errors import MissingExtraError, PlanError
-from lightning_mp.monitor.report import write_report
+from lightning_mp.errors import PlanError
+from lightning_mp.monitor import report
+from lightning_mp.monitor.events import Event
+from lightning_mp.monitor.report import summaries, write_report
 from lightning_mp.monitor.report.charts import draw, lay_out, thin
 from lightning_mp.monitor.report.load import Run, Series, load
+from lightning_mp.monitor.run_folder import RunFolder
 from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, about, metrics, values, write_run
 
+SCRIPT = (Path(report.__file__).parent / "plotly-basic.min.js").read_text(encoding="utf-8")
 HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>&\''
 Values = Mapping[str, list[float | None]]
 
@@ -177,6 +180,44 @@ def test_thinning_keeps_extremes_ends_gaps_and_the_order(values: list[float | No
 # ---------------------------------------------------------------------- several runs
 
 
+NAN = {"train/loss": math.nan, "health/grad_norm": math.inf}
+HEAD = "under half precision run 'head' in fp32: pins={'head': 'fp32'}, before any other pin"
+#: readings of the steps from 0 on, events, what run.json says, and the verdict
+VERDICTS: dict[str, tuple[list[dict[str, float]], list[Event], dict[str, Any], str]] = {
+    "fell": ([{"train/loss": 3.0}, {"train/loss": 2.0}], [], {}, "The loss fell from 3 to 2, nothing was noticed."),
+    "rose": ([{"train/loss": 2.0}, {"train/loss": 3.0}], [], {}, "The loss rose from 2 to 3, nothing was noticed."),
+    "skipped": (
+        [{**NAN, "health/skipped_steps": 1}, {**NAN, "health/skipped_steps": 2}],
+        [
+            Event(step=0, kind="nonfinite_loss", severity="warning", module="head", cause="too big", advice=HEAD),
+            Event(step=1, kind="scale_collapse", severity="error"),
+        ],
+        {},
+        "It trained nothing: all of its 2 steps were skipped. First sign, at step 0: nonfinite loss in head, too big.",
+    ),
+    "failed": ([{"train/loss": 2.0}], [], {"status": "failed"}, "It failed at step 0, nothing was noticed."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_it_says_first_what_to_conclude(name: str, tmp_path: Path) -> None:
+    readings, events, changes, said = VERDICTS[name]
+    folder = RunFolder.open(tmp_path, writer="test", owner=object())
+    for step, reading in enumerate(readings):
+        folder.metrics(step, reading)
+    for event in events:
+        folder.event(event)
+    folder.write("run.json", about(**changes))
+    folder.close("test")
+    (found,) = summaries(tmp_path)
+    assert found["verdict"] == said
+    assert said in re.sub(r"\s+", " ", _Elements(_page(tmp_path)).text)[:700]
+    if name == "skipped":
+        assert (found["suggested_pins"], found["skipped_steps"]) == ("pins={'head': 'fp32'}", 2)
+        charts = {panel.title: draw(panel, [load(tmp_path, "run")]) for panel in lay_out([load(tmp_path, "run")])}
+        assert [charts[title]["lines"][0]["y"] for title in ("Loss", "Gradient norm")] == [[None, None]] * 2
+
+
 def test_a_comparison_has_a_row_a_run(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", steps=20, shift=0.5, status="failed")
     text = _text(one, two)
@@ -218,8 +259,8 @@ def test_several_are_compared_in_the_folder_that_holds_them_all(tmp_path: Path) 
 
 def test_nothing_in_it_comes_from_elsewhere(tmp_path: Path) -> None:
     page = _page(write_run(tmp_path))
-    assert get_plotlyjs() in page
-    own = page.replace(get_plotlyjs(), "")
+    assert SCRIPT in page
+    own = page.replace(SCRIPT, "")
     assert "http:" not in own
     assert "https:" not in own
     for name, attributes in _Elements(page).found:
@@ -308,15 +349,12 @@ def test_an_output_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) 
     assert not list(tmp_path.rglob("*report.html*"))
 
 
-def test_without_plotly_the_extra_is_named_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_run(tmp_path)
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingExtraError, match="pip install 'plotly"):
-        write_report(folder)
-    assert not (folder / "report.html").exists()
+def test_it_is_small_enough_to_send(tmp_path: Path) -> None:
+    """What draws the charts is most of it."""
+    page = write_report(write_run(tmp_path))
+    assert page.stat().st_size <= 1_500_000
+    assert SCRIPT.startswith("/**\n* plotly.js (basic - minified)")
+    assert "MIT license" in SCRIPT[:300]
 
 
 # ---------------------------------------------------------------------- the command
@@ -324,6 +362,14 @@ def test_without_plotly_the_extra_is_named_and_nothing_is_written(
 
 def _command(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_prints_figures_and_writes_no_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (found,) = json.loads(_command(folder, "--json").output)
+    assert found["skipped_steps"] == len(OVERFLOWS)
+    assert found["final_loss"] == pytest.approx(values(folder, "train/loss")[-1])
+    assert not (folder / "report.html").exists()
 
 
 def test_the_command_says_where_the_file_is(tmp_path: Path) -> None:
