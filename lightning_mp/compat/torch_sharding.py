@@ -124,18 +124,6 @@ def _gather_as(parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tens
     )
 
 
-def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
-    """Whether backward passes sum over HSDP's replicas what they summed over shards, or keep it for a later one."""
-    for unit in _units(model):
-        unit.set_requires_all_reduce(now, recurse=False)
-
-
-def drop_sums_of_shards(model: nn.Module) -> None:
-    """Forget what waits to be summed over replicas."""
-    for group in _groups_below(model):
-        group._partial_reduce_output = None
-
-
 class UnusedParameters:
     """Leaves parameters that a step did not use on some rank (experts) the gradients that DDP would, under FSDP2.
 
@@ -151,10 +139,8 @@ class UnusedParameters:
         self._names = {one: names.get(id(one.sharded_param), "") for group in self._groups for one in group.fsdp_params}
         #: of each group, the forwards that no backward pass has come to yet: each may end in a reduction
         self._left = dict.fromkeys(self._groups, 0)
-        #: what had a gradient on this rank, what had none since the step before either, what is in a unit that did not
-        #: run, and what had one in earlier passes that are not summed over replicas yet, if there are any
+        #: what had a gradient on this rank, what had none since the last step either, what a unit has that did not run
         self._used, self._missed, self._skipped = set[Any](), set[Any](), set[Any]()
-        self._before: set[Any] | None = None
         self._reduced = False
         for group in self._groups:
             self._watch(group)
@@ -190,8 +176,7 @@ class UnusedParameters:
                 return
             if group._training_state.name != "PRE_BACKWARD":  # the pass did not come to the unit's output
                 self._skipped |= members
-                if group._partial_reduce_output is None:  # nor do sums over shards wait for those over replicas
-                    return
+                return
         for one in missing:
             if one.sharded_param.grad is None:
                 self._missed.add(one)
@@ -206,20 +191,17 @@ class UnusedParameters:
         self._left = dict.fromkeys(self._groups, 0)
         if not self._reduced:
             return
-        rows = [self._used] if self._before is None else [self._used, self._used | self._before]
-        flags = torch.tensor([[one in used for one in self._names] for used in rows], dtype=torch.uint8)
+        flags = torch.tensor([one in self._used for one in self._names], dtype=torch.uint8)
         # From pinned memory, so that nothing waits for the device.
         there = (flags.pin_memory() if self._device.type == "cuda" else flags).to(self._device, non_blocking=True)
         dist.all_reduce(there, op=dist.ReduceOp.MAX)
         absent = self._skipped - self._used
         if self._missed or absent:
-            by_row = there.tolist()
-            for (one, name), used, in_window in zip(self._names.items(), by_row[0], by_row[-1], strict=True):
+            for (one, name), used in zip(self._names.items(), there.tolist(), strict=True):
                 if used and one in absent:
                     raise PlanError([ranks_apart(f"the unit of {name!r}, which ran on some ranks only")])
-                if not in_window and one in self._missed:
+                if not used and one in self._missed:
                     one.sharded_param.grad = None
-        self._before = None if all(group.all_reduce_grads for group in self._groups) else rows[-1]
         self._used, self._missed, self._skipped, self._reduced = set(), set(), set(), False
 
 
@@ -310,7 +292,6 @@ def reset_units(model: nn.Module) -> None:
         reset = getattr(unit, "reset_iter_state", None)  # torch 2.11 has none
         if reset is not None and _state(unit)._is_root:
             reset()
-    drop_sums_of_shards(model)
 
 
 def make_root(unit: Any) -> None:

@@ -38,12 +38,26 @@ class EagerEngine(StepEngine):
             self._ddp.register_comm_hook(dtype, average_in)
 
     def on_trained_changed(self) -> None:
-        """DDP leaves the gradients of parameters that are unfrozen in the midst of a run unsummed unless it is told."""
+        """Have DDP sum what is trained from now on, which it decides when it is made."""
         if self._ddp is not None:
+            self._average_frozen()
             # DDP notes the parameters when it is made, or unpickled
             self._ddp.__setstate__(self._ddp.__getstate__())
             if not sharding_compat.register_comm_hooks(self._ddp):
                 self._reduce()
+
+    def _average_frozen(self) -> None:
+        """Average now what a window of accumulation holds of parameters that were frozen within it.
+
+        If one is trained again in the same window, DDP averages what is equal on all ranks once more, and the rest.
+        """
+        frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for parameter in frozen], device=self.device, dtype=torch.uint8)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)  # with find_unused_parameters=True ranks may differ
+        for parameter, by_any in zip(frozen, used.tolist(), strict=True):
+            if by_any:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                _average_(parameter.grad, to_torch(self.policy.reduce_dtype)).wait()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """As the base does.
@@ -70,8 +84,11 @@ class EagerEngine(StepEngine):
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The communication hook: average a bucket in ``dtype`` and hand it back in its own."""
-    buffer = bucket.buffer()
-    # A complex or float64 bucket keeps its dtype; ``to`` makes no copy where none is needed.
-    wire = buffer if buffer.is_complex() or buffer.dtype == torch.float64 else buffer.to(dtype)
+    return _average_(bucket.buffer(), dtype)
+
+
+def _average_(gradient: Tensor, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
+    # A complex or float64 gradient keeps its dtype; ``to`` makes no copy where none is needed.
+    wire = gradient if gradient.is_complex() or gradient.dtype == torch.float64 else gradient.to(dtype)
     work: Any = dist.all_reduce(wire.div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))
+    return work.get_future().then(lambda done: gradient.copy_(done.value()[0]))

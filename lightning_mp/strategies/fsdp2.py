@@ -25,7 +25,6 @@ from lightning_mp.compat.lightning import (
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
-    begins_window,
     default_pg_timeout,
     optimizers_to_device,
     set_mesh,
@@ -394,25 +393,9 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             for handle in handles:
                 handle.remove()
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within a window HSDP sums over shards alone, and over its replicas in the last micro-batch."""
-        if self._replicas_and_shards is None:
-            yield
-            return
-        sharding_compat.sum_over_replicas(self._user_module, now=False)
-        try:
-            yield
-        finally:
-            sharding_compat.sum_over_replicas(self._user_module, now=True)
-
     def pre_backward(self, closure_loss: Tensor) -> None:
-        module, trainer = self._user_module, self._user_module.trainer
-        if self._replicas_and_shards is not None and begins_window(trainer, trainer.fit_loop.batch_idx):
-            # gradients are zero now: those of a window that had no end wait no longer
-            sharding_compat.drop_sums_of_shards(module)
         if self._backward_inside and closure_loss.requires_grad:
-            sharding_compat.before_backward_from(closure_loss, module)
+            sharding_compat.before_backward_from(closure_loss, self._user_module)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """As the host does; what fails for a sharded weight in the loss names it."""

@@ -30,7 +30,7 @@ UNDOCUMENTED = {
     "lp_fragment_address overlapping_partition_gradients_reduce_epilogue parallel_partitioned_bit16_groups "
     "real_dp_process_group reduce_bucket_size single_partition_of_fp32_groups use_grad_accum_attribute "
     "was_step_applied",
-    "torch": "all_gather_outputs all_reduce_grads backward_pass_autocast init_dtype_attrs init_unsharded_param "
+    "torch": "all_gather_outputs backward_pass_autocast init_dtype_attrs init_unsharded_param "
     "param_dtype post_backward pre_forward wait_for_unshard",
     "torchao": "GemmInputRole LinearMMConfig ScaledMMConfig amax_to_scale matmul_with_hp_or_float8_args "
     "tensor_to_scale to_fp8_saturated",

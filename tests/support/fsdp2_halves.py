@@ -59,13 +59,6 @@ class Text(Language):
     models, vocabulary, optimizer = MODELS, VOCABULARY, "adamw"
 
 
-class LeftOut(Text):
-    """Leaves the rest of its first epoch out in the midst of a window of two."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if (self.current_epoch, batch_idx) == (0, 3) else None
-
-
 class Counted(Text):
     """Looks at what its graph keeps when a forward is over."""
 
@@ -203,6 +196,6 @@ EQUAL: dict[str, Any] = {
     "pinned linears": Both("bf16-mixed", Many, {"pins": {"down": "fp32", "net.2": "bf16"}}, KINDS),
     "a penalty on a pinned weight": Both("16-mixed", Penalised, HEAD, KINDS),
     "offloaded": Both("16-mixed", Many, {}, {**KINDS, "cpu_offload": True}),
-    "replicas, accumulated": Both("16-mixed", Many, {"accumulate_grad_batches": 3}, {**KINDS, "device_mesh": (2, 1)}),
+    "replicas": Both("16-mixed", Many, {}, {**KINDS, "device_mesh": (2, 1)}),
     "all in the root": Both("bf16-mixed", Many, {}, {"wrap": None}),
 }

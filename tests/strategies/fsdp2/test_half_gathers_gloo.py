@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 from support.comparing import same_runs
-from support.fsdp2_halves import EQUAL, HEAD, LAYERS, Bytes, Kinds, LeftOut, PastItsPin, Read, text
+from support.fsdp2_halves import EQUAL, HEAD, LAYERS, Bytes, Kinds, PastItsPin, Read
 from support.models import same_weights
 from support.ranks import Ranks
-from support.sharded import Both
 
 pytestmark = pytest.mark.gloo
 
@@ -39,19 +37,6 @@ def test_a_block_that_runs_several_times_is_reduced_once(ranks: Ranks) -> None:
     for result in ranks.run(Bytes("one block")):
         assert same_runs(result["ddp"], result["sharded"], 1e-5)
         assert all(sorted(step["reduced"]) == [4 * rest, 4 * block] for step in result["steps"][1:])
-
-
-def test_replicas_are_summed_once_a_window(ranks: Ranks) -> None:
-    window = {"accumulate_grad_batches": 2}
-    for result in ranks.run(Bytes("llama", options=window, strategy={"device_mesh": (2, 1)})):
-        assert same_runs(result["ddp"], result["sharded"], 0.0)
-        assert [sum(step["reduced"]) for step in result["steps"][2:]] == [0, 572_672]  # 4 an element
-
-
-def test_replicas_sum_nothing_of_a_window_that_an_epoch_left_out(ranks: Ranks) -> None:
-    window = {"data": text(), "accumulate_grad_batches": 2, "max_epochs": 2}
-    for result in ranks.run(Both("bf16-mixed", partial(LeftOut, "llama"), window, {"device_mesh": (2, 1)})):
-        assert same_runs(result["ddp"], result["sharded"], 0.0)
 
 
 @pytest.mark.parametrize("case", EQUAL)
