@@ -74,6 +74,7 @@ class StepEngine(ABC):
         self._module: nn.Module | None = None
         #: which pin covers which module; known after ``check``
         self.pin_map = pins.PinMap((), ())
+        self._places: pins.Places | None = None
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
@@ -133,11 +134,30 @@ class StepEngine(ABC):
             sync_batchnorm.apply(self.synced)
         if self.fp8 is not None:
             self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
-        pins.apply(
-            self.pin_map, mixed=policy.mixed, compute_dtype=to_torch(policy.compute_dtype), device_type=self.device.type
-        )
+        self._pin()
         if policy.checkpointing is not None:
             self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
+
+    def _pin(self) -> None:
+        mixed, compute = self.policy.mixed, to_torch(self.policy.compute_dtype)
+        pins.apply(self.pin_map, mixed=mixed, compute_dtype=compute, device_type=self.device.type)
+
+    def _pin_again(self, module: nn.Module) -> None:
+        """Pin what was put in place of pinned modules in the run.
+
+        Raises:
+            PlanError: on several devices, where gradients of it are not summed and nothing shards it.
+        """
+        with Faults() as faults:
+            self.pin_map = pins.resolve(module, self.policy.pins, faults)
+        new = [one for one in self.pin_map.members if not pins.is_pinned(one.module) and list(one.module.parameters())]
+        if new and self.distributed:
+            raise PlanError.of(
+                f"{new[0].name!r}, pinned to {new[0].pin.dtype} ({new[0].pin.pattern!r}), was replaced in the run",
+                "replace it before trainer.fit(), or in configure_model",
+            )
+        self._pin()
+        self._places = pins.Places(module, self.pin_map)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
@@ -169,6 +189,7 @@ class StepEngine(ABC):
         self._next_check = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._places = None if self._module is None else pins.Places(self._module, self.pin_map)
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -181,14 +202,14 @@ class StepEngine(ABC):
             self.scaler.within_run = False
         self._connected.close()
         self._module, self._loss = None, None
-        self.pin_map, self.recomputed = pins.PinMap((), ()), []
+        self.pin_map, self._places, self.recomputed = pins.PinMap((), ()), None, []
         self.optimizers, self.pending = [], False
         self._parameters, self._trained = [], []
 
     # ------------------------------------------------------------------ the step
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """Around ``training_step``, after a look at which parameters were frozen or unfrozen.
+        """Around ``training_step``, after a look at which parameters were frozen or unfrozen, and modules replaced.
 
         The first is watched: whatever computes with a pinned weight outside of its module is refused.
         """
@@ -196,6 +217,8 @@ class StepEngine(ABC):
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
+        if self._module is not None and self._places is not None and self._places.changed():
+            self._pin_again(self._module)
         return self.first_step("training_step")
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import apply_to_tensors
+from lightning_mp.compat.torch import apply_to_tensors, children_of
 from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import (
     NORMS,
@@ -153,6 +153,26 @@ def _called_above(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
     while name := name.rpartition(".")[0]:
         if has_own_forward(modules[name]):
             yield name
+
+
+class Places:
+    """Where the pinned modules of ``root`` are: nobody calls the plan when code puts another in place of one."""
+
+    def __init__(self, root: nn.Module, pin_map: PinMap) -> None:
+        found: dict[tuple[int, str], tuple[dict[str, nn.Module | None], str, nn.Module]] = {}
+        for member in pin_map.members:
+            module: nn.Module | None = root
+            for name in member.name.split("."):
+                kept = children_of(module)
+                module = kept.get(name)
+                if module is None:
+                    break
+                found[id(kept), name] = kept, name, module
+        self._found = list(found.values())
+
+    def changed(self) -> bool:
+        """Whether one of them, or what holds it, was replaced."""
+        return any(kept.get(name) is not module for kept, name, module in self._found)
 
 
 @dataclass(frozen=True, slots=True)

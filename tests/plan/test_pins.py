@@ -80,6 +80,40 @@ def test_an_encoder_layer_is_evaluated_through_its_pins(pins: dict[str, str]) ->
     assert torch.backends.mha.get_fastpath_enabled() is before is True
 
 
+class Head(nn.Linear):
+    """Remembers the dtypes of its input and weight."""
+
+    met: Any = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.met = input.dtype, self.weight.dtype
+        return super().forward(input)
+
+
+class Replaces(Regression):
+    """Begins its second epoch with another last layer, or with another net around it."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            head = Head(*self.net[3].weight.shape[::-1])
+            self.net[3] = head
+            if self.whole:
+                self.net = nn.Sequential(*self.net)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
+def test_a_module_that_is_replaced_in_a_run_is_pinned_again(whole: bool, mode: str) -> None:
+    module = Replaces(whole)
+    fit(module, plugins=[plan_for(mode, pins={"net.3": "fp32"})], max_epochs=2)
+    assert module.net[3].met == (FP32, FP32)
+    assert module.net[3].bfloat16().weight.dtype == FP32
+
+
 class Reader(Regression):
     """Does something with the weight of its second layer beside calling it."""
 
