@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from lightning_mp.modules.fp8 import FP8Layer
     from lightning_mp.modules.pins import unpin
     from lightning_mp.monitor.audit import AuditReport, audit
-    from lightning_mp.monitor.doctor import doctor
     from lightning_mp.monitor.events import Event
     from lightning_mp.monitor.findings import Finding
     from lightning_mp.pin_advice import PinAdvice, suggest_pins
     from lightning_mp.policy import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
     from lightning_mp.policy.pieces import LossScaling
     from lightning_mp.precision import MixedPrecisionPlan
+    from lightning_mp.preflight import doctor
     from lightning_mp.strategies.factory import make_strategy, register_plan, trainer_kwargs
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _HOMES = {
     "modules.fp8": ("FP8Layer",),
     "modules.pins": ("unpin",),
     "monitor.audit": ("AuditReport", "audit"),
-    "monitor.doctor": ("doctor",),
+    "preflight": ("doctor",),
     "monitor.events": ("Event",),
     "monitor.findings": ("Finding",),
     "pin_advice": ("PinAdvice", "suggest_pins"),

@@ -229,7 +229,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     def _announce(self, engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
         """Before the module is changed: warn of what the cheap checks find, say what is declared, and log it."""
-        from lightning_mp.monitor.doctor import warn_at_fit  # here: much to load for a plan that runs no fit
+        from lightning_mp.monitor.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
 
         warn_at_fit(module, self.policy)
         plan_base.began(engine, module, trainer)

@@ -32,7 +32,6 @@ from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.actions import Action, ReduceLR
 from lightning_mp.monitor.alerts import Alerts, AlertSettings, Operand, Reading
 from lightning_mp.monitor.callback_utils import StepTracker, callbacks_of, log
-from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.events import Event, Kind
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.monitor.health.measurement import LAG, Read, StepMeasurement, ToHost, Values
@@ -42,6 +41,7 @@ from lightning_mp.monitor.nonfinite.bad_steps import BadStepCallback, NonFiniteC
 from lightning_mp.monitor.nonfinite.replay import Replayer
 from lightning_mp.monitor.run_log import RunDir, RunLog, WritesRun, is_fresh
 from lightning_mp.numerics.dtypes import describe
+from lightning_mp.preflight import doctor
 
 _NAME = "TrainingHealth"
 #: what LightningModules log it under

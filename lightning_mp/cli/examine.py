@@ -65,7 +65,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import composed
     from lightning_mp.compat.lightning import LightningModule
-    from lightning_mp.monitor.doctor import doctor as examine
+    from lightning_mp.preflight import doctor as examine
 
     faults = Faults("doctor")
     with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (job,):

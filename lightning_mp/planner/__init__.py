@@ -1,7 +1,6 @@
 """Will it fit, how fast, split how: arithmetic that is held against published runs. No torch.
 
-``predict_memory`` runs a Trainer: it is made several floors above, and fetched from there on first use; so is what
-the doctor, which is below it too, asks for.
+``predict_memory`` runs a Trainer: it is made several floors above, and fetched from there on first use.
 """
 
 from importlib import import_module
@@ -28,10 +27,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     predict_memory: Any
-    step_error: Any
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("predict_memory", "step_error"):
+    if name != "predict_memory":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("lightning_mp.tracing.predict"), name)
+    return import_module("lightning_mp.tracing.predict").predict_memory

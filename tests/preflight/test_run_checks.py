@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 from lightning_mp.cli import app
-from lightning_mp.monitor.doctor import doctor
 from lightning_mp.monitor.findings import Finding
 from lightning_mp.policy.pieces import FP32_MAX
+from lightning_mp.preflight import doctor
 from support.doctor import CPU, Wrapped, found, net
 from support.models import Regression
 
@@ -69,7 +69,7 @@ def test_on_the_command_line_it_is_the_first_batch_of_the_data_unless_a_step_tak
 ) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "model: {_target_: monitor.doctor.test_run_checks.Raises, how: its own}\n"
+        "model: {_target_: preflight.test_run_checks.Raises, how: its own}\n"
         "data: {_target_: support.models.batches}\nplan: bf16-mixed\ntrainer: {accelerator: cpu}\n"
     )
     result = CliRunner().invoke(app, ["doctor", str(path)])
@@ -205,7 +205,7 @@ class NeedsTrainer(Regression):
 
 
 def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_mp.monitor.doctor"):
+    with caplog.at_level(logging.INFO, "lightning_mp.monitor.fit_checks"):
         assert found(NeedsTrainer(), "16-mixed") == {}
     assert "schedule_counts_skips could not be made" in caplog.text
 

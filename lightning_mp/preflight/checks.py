@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from inspect import getsource
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lightning_mp import planner
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     LightningModule,
@@ -21,21 +20,21 @@ from lightning_mp.compat.lightning import (
     is_overridden,
     parsed_optimizers,
 )
-from lightning_mp.compat.torch import has_forward_hooks, reentrant
-from lightning_mp.compat.transformers import checkpointing_function, conv1d
+from lightning_mp.compat.transformers import conv1d
 from lightning_mp.deepspeed_config.merge import add_trainer, compose
 from lightning_mp.engines import for_strategy
 from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Fault, Faults, PlanError, counted, did_you_mean, one_line, pinning
 from lightning_mp.modules.patterns import original_class
-from lightning_mp.monitor.doctor.case import HALF, ModelUnderTest, below, listed
 from lightning_mp.monitor.events import Severity
 from lightning_mp.monitor.findings import Finding
+from lightning_mp.monitor.fit_checks import CHEAP, HALF, ModelUnderTest, listed
 from lightning_mp.monitor.side_run import untouched
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.planner.memory import STRATEGIES
 from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
+from lightning_mp.tracing.predict import step_error
 
 #: bits of the significand, the hidden one included
 _BITS = {"bf16": 8, "fp16": 11}
@@ -56,28 +55,6 @@ _STEPS = "gradient_accumulation_steps"
 
 
 # ---------------------------------------------------------------------- modes and weights
-
-
-def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
-    """Modules with trainable weights in eval mode, which Lightning has not changed since 2.2."""
-    tops: list[str] = []
-    for name, module in case.modules:
-        if module.training or any(below(name, top) for top in tops):
-            continue
-        # A frozen part belongs in eval mode, and so may a norm whose statistics are to stay.
-        alone = bool(name) and "norm" in type(module).__name__.lower() and next(module.children(), None) is None
-        if not alone and any(parameter.requires_grad for parameter in module.parameters()):
-            tops.append(name)
-    if tops:
-        root = "self" if isinstance(case.model, LightningModule) else "model"
-        one = ".".join(filter(None, (root, tops[0]))) if len(tops) == 1 else "each"
-        why = (
-            "dropout, batch statistics and transformers' gradient checkpointing are off there; from_pretrained() "
-            "returns models in eval mode, and Trainer.fit does not change it"
-        )
-        fix = f"call {one}.train() where the model is made, or before fit"
-        what = f"in eval mode with trainable weights: {listed(tops)}"
-        yield Finding("eval_mode", "warning", what, why, fix, tops[0] or None)
 
 
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
@@ -272,98 +249,6 @@ def _casts_itself(kind: type[nn.Module]) -> bool:
         return True
 
 
-# ---------------------------------------------------------------------- activation checkpointing
-
-
-class Block(NamedTuple):
-    """A module that recomputes its activations; ``reentrant`` ones compute no gradients for inputs without them."""
-
-    name: str
-    module: nn.Module
-    reentrant: bool
-    by_transformers: bool
-
-
-def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
-    """Reentrant checkpointing of blocks whose inputs need no gradient (LoRA): nothing in them is trained.
-
-    The plan's own checkpointing and every other non-reentrant one train as they should. Nothing is said where a hook
-    may turn gradients on, or something trained may run before the blocks: in the transformers model that they are in,
-    what is defined behind the last one does not.
-    """
-    blocks = [block for block in _blocks(case) if block.reentrant]
-    within = {id(module) for block in blocks for module in block.module.modules()}
-    owners = {name: id(case.model.get_submodule(name.rpartition(".")[0])) for name in case.trained}
-    others = {name: owner for name, owner in owners.items() if owner not in within}
-    behind: set[int] = set()
-    homes = [name for name, module in case.modules if hasattr(type(module), "get_input_embeddings")]
-    home = next((name for name in homes if all(below(block.name, name) for block in blocks)), None)
-    if blocks and home is not None:
-        last = max(place for place, (_, module) in enumerate(case.modules) if id(module) in within)
-        behind = {id(module) for name, module in case.modules[last + 1 :] if below(name, home)}
-    within -= {id(block.module) for block in blocks}
-    hooked = any(has_forward_hooks(module) for _, module in case.modules if id(module) not in within)
-    if len(owners) == len(others) or hooked or any(owner not in behind for owner in others.values()):
-        return
-    kind = original_class(blocks[0].module).__name__
-    what = f"reentrant checkpointing of {counted(len(blocks), 'block')} whose inputs require no gradient"
-    rest = f"only {next(iter(others))} and what is behind do" if others else "nothing is left to train, backward raises"
-    instead = f"checkpointing={kind!r}" if case.policy is not None else f"ActivationCheckpointing({kind!r})"
-    yield Finding(
-        "lora_checkpoint_no_input_grads",
-        "error",
-        f"{what}: {listed([block.name for block in blocks])}",
-        f"{counted(len(owners) - len(others), 'trained weight')} in there get no gradient; {rest}",
-        "call model.enable_input_require_grads(), or checkpoint with gradient_checkpointing_kwargs="
-        f"{{'use_reentrant': False}}, or call model.gradient_checkpointing_disable() and use {instead}",
-        blocks[0].name,
-    )
-
-
-def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
-    """A key-value cache that is filled again by every recomputation."""
-    blocks = list(_blocks(case))
-    by_plan = case.policy is not None and case.policy.checkpointing is not None
-    for name, module in case.modules:
-        model = cast("Any", module)
-        if not hasattr(type(module), "can_generate") or not model.can_generate():
-            continue
-        mine = [block for block in blocks if below(block.name, name)]
-        if getattr(model.config, "use_cache", False) is True and (mine or by_plan):
-            wrong = any(block.reentrant and not block.by_transformers for block in mine)
-            severity = "error" if wrong else "warning" if mine else "info"  # the plan turns it off itself
-            what = "config.use_cache is on while activations are recomputed"
-            why = (
-                "keys and values of every layer are kept, much of the memory that checkpointing should save; a "
-                "recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
-            )
-            fix = "set model.config.use_cache = False for training, and on again to generate"
-            yield Finding("use_cache_while_checkpointing", severity, what, why, fix, name or None)
-
-
-def _blocks(case: ModelUnderTest) -> Iterator[Block]:
-    """What is checkpointed now, outermost torch wrappers and innermost transformers modules."""
-    flagged = {
-        name
-        for name, module in case.modules
-        if getattr(module, "gradient_checkpointing", False) is True
-        and module.training
-        and checkpointing_function(module) is not None
-    }
-    for name, module in case.modules:
-        wrapped = reentrant(module)
-        if wrapped is not None:
-            yield Block(name, module, wrapped, by_transformers=False)
-        elif name in flagged and not any(other != name and below(other, name) for other in flagged):
-            keywords = getattr(checkpointing_function(module), "keywords", {})
-            # a model's flag speaks for its layers
-            lists = [(key, child) for key, child in module.named_children() if isinstance(child, nn.ModuleList)]
-            layers = [(f"{key}.{at}", layer) for key, each in lists for at, layer in each.named_children()]
-            for at, block in layers or [("", module)]:
-                full = ".".join(filter(None, (name, at)))
-                yield Block(full, block, keywords.get("use_reentrant") is not False, by_transformers=True)
-
-
 # ---------------------------------------------------------------------- a step
 
 
@@ -372,12 +257,12 @@ def step_raises(case: ModelUnderTest) -> Iterator[Finding]:
     meta = any(parameter.is_meta for parameter in case.parameters.values())
     if case.batch is None or meta or not isinstance(case.model, LightningModule):
         return
-    error = planner.step_error(case.model, case.batch, case.policy, case.precision)
+    error = step_error(case.model, case.batch, case.policy, case.precision)
     if error is None:
         return
     # the last line of the user's own code that the error went through; else the one that raised it
     frames = extract_tb(error.__traceback__)
-    ours = ("site-packages", "dist-packages", str(Path(planner.__file__).parents[1]), sysconfig.get_path("stdlib"))
+    ours = ("site-packages", "dist-packages", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
     frame = next((f for f in reversed(frames) if not any(part in f.filename for part in ours)), frames[-1])
     where = f"{Path(frame.filename).name}:{frame.lineno}"
     what, why = f"a step raises {type(error).__name__}: {one_line(error)}", f"{where}, in {frame.name}: `{frame.line}`"
@@ -532,8 +417,6 @@ def _contradictions(
         yield Fault(given, "", f"remove {_STEPS} from the JSON: Lightning's DeepSpeedStrategy takes the Trainer's")
 
 
-#: checks that cost one walk over the modules, made at every fit
-CHEAP = (eval_mode, no_input_gradients, use_cache)
 CHECKS = (
     *(*CHEAP, half_weights, refused, unknown_strategy, tf32_off, not_aligned, half_norms, step_raises),
     *(scale_overflows_at_once, accumulation_overflows, optimizer_eps_underflows, schedule_counts_skips),

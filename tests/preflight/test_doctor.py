@@ -15,8 +15,9 @@ from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError, PrecisionPolicy
 from lightning_mp.callbacks import EnableTF32, TrainingHealth, training_health
-from lightning_mp.monitor.doctor import doctor, warn_at_fit
 from lightning_mp.monitor.findings import Finding
+from lightning_mp.monitor.fit_checks import warn_at_fit
+from lightning_mp.preflight import doctor
 from support import hf
 from support.doctor import A100, CPU, Tagger, Wrapped, bert, found, net, resnet
 from support.models import Regression

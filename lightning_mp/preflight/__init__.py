@@ -1,28 +1,21 @@
-"""``doctor``: what will go wrong in a run, found before its first step; and the few checks that every fit makes."""
+"""``doctor``: what will go wrong in a run, found before its first step."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.monitor.doctor.case import ModelUnderTest, case_of
-from lightning_mp.monitor.doctor.checks import CHEAP, CHECKS
 from lightning_mp.monitor.events import SEVERITIES
 from lightning_mp.monitor.findings import Finding
+from lightning_mp.monitor.fit_checks import case_of, made
 from lightning_mp.numerics.rng import rng_state, set_rng_state
-from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.hardware import Device
+from lightning_mp.preflight.checks import CHECKS
 
-__all__ = ["doctor", "warn_at_fit"]
-
-Check = Callable[[ModelUnderTest], Iterable[Finding]]
-
-_log = logging.getLogger(__name__)
+__all__ = ["doctor"]
 
 
 def doctor(
@@ -38,7 +31,7 @@ def doctor(
     """What will go wrong in training ``model``, before it does: findings, most severe first; none for a healthy run.
 
     The model is left as it is: parameters, gradients, buffers, training mode, hooks and random numbers. A check that
-    cannot be made on it is skipped, and logged at level INFO by the logger ``lightning_mp.monitor.doctor``.
+    cannot be made on it is skipped, and logged at level INFO by the logger ``lightning_mp.monitor.fit_checks``.
 
     Args:
         model: a LightningModule, or any module.
@@ -57,25 +50,7 @@ def doctor(
     here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     generators = rng_state(here)
     try:
-        found = [finding for check in CHECKS for finding in _run(check, case)]
+        found = [finding for check in CHECKS for finding in made(check, case)]
     finally:
         set_rng_state(generators, here)
     return sorted(found, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.code))
-
-
-def _run(check: Check, case: ModelUnderTest) -> list[Finding]:
-    try:
-        return list(check(case))
-    except Exception as error:  # a model may have anything in it; the other checks still help
-        _log.info("the check %s could not be made: %s: %s", check.__name__, type(error).__name__, error)
-        return []
-
-
-def warn_at_fit(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Warn once of what the cheap checks find: no forward, no optimizer, one walk over the modules."""
-    case = case_of(module, policy, None, {"accelerator": "cpu"})
-    found = [finding for check in CHEAP for finding in _run(check, case) if finding.severity != "info"]
-    if found:
-        lines = [f"  {finding.code} {finding.name}: {finding.what}. Fix: {finding.fix}" for finding in found]
-        hint = "lightning_mp.doctor(model, plan) and 'lightning-mp doctor CONFIG' say more."
-        rank_zero_warn("\n".join(["before the first step:", *lines, hint]))
