@@ -25,7 +25,7 @@ from lightning_mp.comparison.compare import quiet
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import MemoryPrediction, predict_memory
-from lightning_mp.tracing.predict import ALONE, STEPS
+from lightning_mp.planner.predict import ALONE, STEPS
 
 #: the lines of the page before the two tables
 ALONE_BELOW = "On one device, against the allocator on a CPU:"

@@ -18,7 +18,7 @@ from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
 if TYPE_CHECKING:
     from lightning_mp.planner import Advice
-    from lightning_mp.tracing.predict import Fit
+    from lightning_mp.planner.predict import Fit
 
 _GIB = 2**30
 _SHOWN = 5
@@ -86,8 +86,8 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
     """The memory of the run that a config describes, without its callbacks, on a GPU."""
     from lightning_mp.cli import parts
     from lightning_mp.planner.memory import USABLE
+    from lightning_mp.planner.predict import LEFT_OUT, MOST_ROWS, fits, predict_memory, rows_of
     from lightning_mp.policy.hardware import find
-    from lightning_mp.tracing.predict import LEFT_OUT, MOST_ROWS, fits, predict_memory, rows_of
 
     faults = Faults("advise")
     ways: list[Fit] = []

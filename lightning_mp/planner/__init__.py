@@ -1,9 +1,5 @@
-"""Will it fit, how fast, split how: arithmetic that is held against published runs. No torch.
+"""Will it fit, how fast, split how: formulas held against published runs, without torch, and two traced steps."""
 
-``predict_memory`` runs a Trainer: it is made several floors above, and fetched from there on first use.
-"""
-
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.planner.advise import Advice, advise
@@ -26,10 +22,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    predict_memory: Any
+    from lightning_mp.planner.predict import predict_memory
 
 
 def __getattr__(name: str) -> Any:
     if name != "predict_memory":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("lightning_mp.tracing.predict").predict_memory
+    from lightning_mp.planner.predict import predict_memory  # here: the rest needs no torch
+
+    return predict_memory

@@ -33,8 +33,8 @@ from lightning_mp.monitor.side_run import untouched
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.planner.memory import STRATEGIES
+from lightning_mp.planner.predict import step_error
 from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
-from lightning_mp.tracing.predict import step_error
 
 #: bits of the significand, the hidden one included
 _BITS = {"bf16": 8, "fp16": 11}

@@ -204,3 +204,22 @@ def test_no_private_name_of_a_dependency_is_used_outside_of_compat() -> None:
         for line, name in _uses(tree, own)
     ]
     assert found == [], "\n".join(found)
+
+
+# ------------------------------------------------------------------ no import hides from import-linter
+
+#: the frozen lists of public names that load on first use, and the registry's of the strategies beside it
+LAZY = {"__init__.py", "callbacks/__init__.py", "strategies/registry.py"}
+
+
+def _imports_by_string(path: Path) -> bool:
+    calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    named = [call for call in calls if ast.unparse(call.func).endswith(("import_module", "__import__"))]
+    return any("lightning_mp" in ast.unparse(call) or "__name__" in ast.unparse(call) for call in named)
+
+
+def test_no_room_is_imported_by_a_string() -> None:
+    """One such import had hidden a circle of eight files."""
+    found = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if _imports_by_string(path)}
+    assert found <= LAZY
+    assert "__init__.py" in found, "the search finds nothing"

@@ -26,7 +26,7 @@ from cuda_path.machine import MACHINE, Machine
 
 #: how long a case may take, on a busy machine too, and what is imported before the first
 SECONDS = 120.0
-PRELOADED = ("lightning_mp.callbacks", "lightning_mp.planner", "lightning_mp.tracing.predict", "cuda_path.traces")
+PRELOADED = ("lightning_mp.callbacks", "lightning_mp.planner", "lightning_mp.planner.predict", "cuda_path.traces")
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,7 +17,7 @@ from lightning_mp.callbacks import ActivationCheckpointing
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
-from lightning_mp.tracing.predict import ALONE
+from lightning_mp.planner.predict import ALONE
 from support.cuda import Resident, cuda_fit
 from support.models import Regression, same_weights, weights
 from support.norms import Direct

@@ -36,10 +36,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import process_kept
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import PARTS, MemoryPrediction, held, name_of
-from lightning_mp.policy import Checkpointing, PrecisionPolicy
-from lightning_mp.precision import MixedPrecisionPlan
-from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
-from lightning_mp.tracing.storages import (
+from lightning_mp.planner.storages import (
     FakeCopies,
     Storages,
     alive,
@@ -49,6 +46,9 @@ from lightning_mp.tracing.storages import (
     peak,
     strided,
 )
+from lightning_mp.policy import Checkpointing, PrecisionPolicy
+from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 #: strategies under which every rank holds all of the model, and runs as one device does
 _REPLICATED = ("auto", "ddp")

@@ -21,7 +21,7 @@ from lightning_mp.compat.lightning import Trainer
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.planner import predict_memory
 from lightning_mp.planner.memory import PARTS
-from lightning_mp.tracing.predict import ALONE
+from lightning_mp.planner.predict import ALONE
 from support import hf
 from support.launching import environment
 from support.models import Regression
