@@ -105,15 +105,15 @@ class StepEngine(ABC):
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
 
     def _check_lstms(self, module: nn.Module, faults: Faults) -> None:
-        """OneDNN, which autocast uses, has no fp16 LSTM for a CPU without fp16 products; its message names neither."""
-        in_fp16 = self.policy.compute_dtype == "fp16" and self.policy.storage_dtype != "fp16"
-        if self.device.type != "cpu" or not in_fp16 or cpu_has(torch.float16):
+        """OneDNN, which autocast uses, has no half-precision LSTM for a CPU without such products, nor a word of it."""
+        dtype = self.policy.compute_dtype
+        if self.device.type != "cpu" or dtype == self.policy.storage_dtype or cpu_has(to_torch(dtype)):
             return
-        pinned = {id(member.module) for member in self.pin_map.members if member.pin.dtype != "fp16"}
+        pinned = {id(member.module) for member in self.pin_map.members}
         named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]
         if named:
             faults.add(
-                f"nn.LSTM {named[0]!r} in fp16 on this CPU, whose oneDNN has none", "pin it: pins={'LSTM': 'fp32'}"
+                f"nn.LSTM {named[0]!r} in {dtype} on this CPU, whose oneDNN has none", "pin it: pins={'LSTM': 'fp32'}"
             )
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:

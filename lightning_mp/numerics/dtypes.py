@@ -174,10 +174,12 @@ def describe(device: torch.device) -> Device:
     """The facts about ``device`` that decide which precision it can run."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        emulated = torch.cuda.is_bf16_supported(including_emulation=True)
-        bf16 = "native" if native else "emulated" if emulated else "none"
-        return Device("cuda", properties.name, (properties.major, properties.minor), bf16, properties.total_memory)
+        with torch.cuda.device(device):  # these ask the current device
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            emulated = torch.cuda.is_bf16_supported(including_emulation=True)
+        bf16, rocm = "native" if native else "emulated" if emulated else "none", torch.version.hip is not None
+        capability = properties.major, properties.minor
+        return Device("cuda", properties.name, capability, bf16, properties.total_memory, rocm)
     if device.type == "mps":
         return Device("mps", "Apple GPU", None, "native" if torch.backends.mps.is_macos_or_newer(14, 0) else "none")
     if device.type == "cpu":

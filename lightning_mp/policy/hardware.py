@@ -19,13 +19,17 @@ BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the rules need to know of a device; ``memory`` in bytes, ``None`` where it is not bounded."""
+    """What the rules need to know of a device; ``memory`` in bytes, ``None`` where it is not bounded.
+
+    ``rocm``: one of AMD's, which torch calls CUDA; its capability is the number of its architecture (9.4: gfx942).
+    """
 
     type: str
     name: str
     capability: tuple[int, int] | None = None
     bf16: Literal["native", "emulated", "none"] = "native"
     memory: int | None = None
+    rocm: bool = False
 
     @property
     def fp16(self) -> bool:
@@ -35,12 +39,12 @@ class Device:
     @property
     def fp8(self) -> bool:
         """Whether it multiplies in FP8: on CUDA since capability 8.9 (torchao/float8/README.md), and a CPU, slowly."""
-        return self.type == "cpu" or (self.capability is not None and self.capability >= (8, 9))
+        return self.type == "cpu" or (self.capability is not None and self.capability >= (8, 9) and not self.rocm)
 
     @property
     def tf32(self) -> bool:
         """Whether fp32 products can run in TF32 (CUDA, Ampere or newer)."""
-        return self.type == "cuda" and self.capability is not None and self.capability >= (8, 0)
+        return self.type == "cuda" and self.capability is not None and self.capability >= (8, 0) and not self.rocm
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,8 @@ def refusal(device: Device, precision: str, *, emulate: bool = False) -> tuple[s
         return given, "32-true on a device without half-precision arithmetic", "use '32-true'"
     if precision.startswith(("bf16", "fp8")) and device.bf16 == "none":
         return given, "32-true, 16-mixed, 16-true on a device without bf16", "use '16-mixed'"
+    if precision.startswith("fp8") and device.rocm:
+        return given, "FP8 on NVIDIA's GPUs or a CPU: AMD's FP8 is another format (e4m3fnuz)", "use 'bf16-mixed'"
     if precision.startswith("fp8") and not emulate and not device.fp8:
         fix = "use 'bf16-mixed', or FP8(emulate=True) to see the numbers at the cost of speed"
         return given, "a CUDA device of compute capability 8.9 or newer, or a CPU", fix

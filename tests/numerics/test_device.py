@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,30 @@ def test_a_device_nobody_knows_is_refused() -> None:
     found = describe(torch.device("meta"))
     assert found.type == "meta"
     assert hardware.refusal(found, "32-true") is not None
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_device_that_is_described_is_asked_not_the_current_one(
+    current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [SimpleNamespace(name=str(major), major=major, minor=0, total_memory=1) for major in (8, 7)]
+    at = [current]
+
+    def properties(device: torch.device | int) -> SimpleNamespace:
+        return gpus[device if isinstance(device, int) else device.index]
+
+    def exchange(index: int) -> int:
+        before, at[0] = at[0], index
+        return before
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: at[0])
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert [describe(torch.device("cuda", index)).bf16 for index in (0, 1)] == ["native", "emulated"]
+    assert at == [current]
 
 
 @pytest.mark.gpu

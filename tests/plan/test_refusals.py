@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError, doctor
 from lightning_mp.compat.torch import cpu_has
+from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from support.language import Language, gpt2, tokens
 from support.models import Regression, same_weights, weights
 from support.oracles import plan_for
@@ -105,13 +106,19 @@ class Recurrent(Regression):
         return super().loss((self.lstm(batch[0].unsqueeze(1))[0].squeeze(1), batch[1]))
 
 
-@pytest.mark.skipif(cpu_has(torch.float16), reason="this CPU has fp16 products, and oneDNN an LSTM of them")
-def test_an_lstm_in_autocasts_fp16_is_refused_where_onednn_has_none_with_the_pin_that_helps() -> None:
-    assert "pins={'LSTM': 'fp32'}" in str(_refused(Recurrent(), MixedPrecisionPlan("16-mixed")))
-    (finding,) = [found for found in doctor(Recurrent(), MixedPrecisionPlan("16-mixed")) if found.severity == "error"]
+@pytest.mark.parametrize("half", ["16", "bf16"])
+def test_an_lstm_in_autocasts_half_precision_is_refused_where_onednn_has_none_with_the_pin_that_helps(
+    half: str,
+) -> None:
+    mixed, name = f"{half}-mixed", "fp16" if half == "16" else half
+    if cpu_has(TORCH_DTYPES[name]):
+        assert fit(Recurrent(), plugins=[MixedPrecisionPlan(mixed)]).state.finished
+        return
+    assert "pins={'LSTM': 'fp32'}" in str(_refused(Recurrent(), MixedPrecisionPlan(mixed)))
+    (finding,) = [found for found in doctor(Recurrent(), MixedPrecisionPlan(mixed)) if found.severity == "error"]
     assert finding.name == "precision_refused"
     assert "pins={'LSTM': 'fp32'}" in finding.fix
-    found = doctor(Recurrent(), MixedPrecisionPlan("16-mixed", pins={"LSTM": "fp32"}))
-    assert not [finding for finding in found if finding.severity == "error"]
-    pinned = MixedPrecisionPlan("16-mixed", pins={"LSTM": "fp32"})
-    assert all(fit(Recurrent(), plugins=[plan]).state.finished for plan in (pinned, MixedPrecisionPlan("16-true")))
+    pinned = [MixedPrecisionPlan(mixed, pins={"LSTM": dtype}) for dtype in ("fp32", name)]
+    assert not [found for plan in pinned for found in doctor(Recurrent(), plan) if found.severity == "error"]
+    plans = (*pinned, MixedPrecisionPlan(f"{half}-true"))
+    assert all(fit(Recurrent(), plugins=[plan]).state.finished for plan in plans)

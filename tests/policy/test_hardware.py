@@ -24,6 +24,9 @@ DEVICES = {
     "H100": gpu("H100", (9, 0)),
     "H200": gpu("H200", (9, 0), gib=141),
     "B200": gpu("B200", (10, 0), gib=192),
+    "MI250X": Device("cuda", "AMD Instinct MI250X", (9, 0), rocm=True),
+    "RX 7900": Device("cuda", "AMD Radeon RX 7900 XTX", (11, 0), rocm=True),
+    "MI300X": Device("cuda", "AMD Instinct MI300X", (9, 4), rocm=True),
     "new Mac": Device("mps", "Apple GPU"),
     "old Mac": Device("mps", "Apple GPU", bf16="none"),
     "CPU": Device("cpu", "CPU"),
@@ -40,7 +43,7 @@ REFUSED = {
     "old Mac": BF16 | FP8,
     "TPU": set(MODES),
     "meta": set(MODES),
-    **dict.fromkeys(("P100", "V100", "T4", "A100", "new Mac"), FP8),
+    **dict.fromkeys(("P100", "V100", "T4", "A100", "MI250X", "RX 7900", "MI300X", "new Mac"), FP8),
 }
 
 
@@ -60,6 +63,7 @@ def test_a_device_refuses_what_it_cannot_do_and_nothing_else(name: str, mode: st
 def test_fp8_can_be_emulated_where_there_are_no_units_for_it() -> None:
     assert refusal(DEVICES["A100"], "fp8-mixed", emulate=True) is None
     assert refusal(DEVICES["K80"], "fp8-mixed", emulate=True) is not None
+    assert refusal(DEVICES["MI300X"], "fp8-mixed", emulate=True) is not None
     assert refusal(gpu("L4", (8, 9)), "fp8-mixed") is None
 
 
@@ -83,6 +87,8 @@ SMALL, MEDIUM, LARGE = 50_000_000, 400_000_000, 7_000_000_000
         # V100/T4, whose bf16 is emulated: fp16 with scaling.
         *[(name, LARGE, "16-mixed", None) for name in ("V100", "T4", "P100")],
         *[(name, SMALL, "32-true", None) for name in ("V100", "T4", "P100")],
+        # AMD's: bf16, no TF32
+        *[(name, LARGE, "bf16-mixed", None) for name in ("MI250X", "RX 7900", "MI300X")],
         ("CPU", SMALL, "32-true", None),
         ("CPU", LARGE, "bf16-mixed", None),
         ("old CPU", LARGE, "32-true", None),

@@ -23,8 +23,10 @@ from unittest import mock
 
 import torch.multiprocessing as mp
 
-#: a case that takes longer hangs, unless an extension of DeepSpeed's is being built: that may take as long again
+#: a case that takes longer hangs, unless an extension of DeepSpeed's is being built, by whichever process
 SECONDS = 120.0
+#: that took three minutes on two busy cores
+BUILD_SECONDS = 600.0
 #: how long the other ranks may take to fail as well, once one has
 GRACE = 5.0
 
@@ -126,11 +128,12 @@ class Ranks:
     def _collect(self, deadline: float) -> list[Any]:
         values: dict[int, Any] = {}
         failed: dict[int, str] = {}
+        latest = deadline + BUILD_SECONDS
         while len(values) + len(failed) < self.world:
             waited_for = {line: rank for rank, line in enumerate(self._lines) if rank not in values | failed}
             ready: Any = wait(list(waited_for), max(0.0, deadline - time.monotonic()))
-            if not ready and not failed and self._locks() and time.monotonic() < deadline + self.seconds:
-                time.sleep(1.0)
+            if not ready and not failed and self._locks() and time.monotonic() < latest:
+                deadline = time.monotonic() + self.seconds  # all of it again, with what is being built
                 continue
             if not ready:
                 failed |= {rank: self._stack(rank) for rank in waited_for.values()}
@@ -148,10 +151,13 @@ class Ranks:
             raise RankError("\n".join(f"rank {rank}: {said}{self._printed(rank)}" for rank, said in failed.items()))
         return [values[rank] for rank in range(self.world)]
 
-    def _locks(self) -> list[Path]:
-        """Of torch's extensions that are being built since these processes started."""
-        locks = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "none")).glob("*/lock")
-        return [lock for lock in locks if lock.stat().st_mtime >= self._started]
+    def _locks(self, since: float = 0.0) -> list[Path]:
+        """Of torch's extensions that are being built, and were begun ``since`` then."""
+        found = list[Path]()
+        for lock in Path(os.environ.get("TORCH_EXTENSIONS_DIR", "none")).glob("*/lock"):
+            with suppress(FileNotFoundError):  # done meanwhile
+                found += [lock] if lock.stat().st_mtime >= since else []
+        return found
 
     def _stack(self, rank: int) -> str:
         """What a rank that does not answer is at; it writes that into its log."""
@@ -177,7 +183,7 @@ class Ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.join(10)
-        for lock in self._locks() if kill and self._children else ():
+        for lock in self._locks(self._started) if kill and self._children else ():
             lock.unlink(missing_ok=True)  # every later build would wait for the one that was ended
         self._children, self._lines = [], []
 

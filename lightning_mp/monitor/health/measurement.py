@@ -409,7 +409,7 @@ class ToHost:
         event = None
         if columns:
             flat = torch.cat(columns)
-            host[0][: len(flat)].copy_(flat, non_blocking=True)
+            host[0][: len(flat)].copy_(flat, non_blocking=kind == "cuda")  # whose event is awaited below
             if kind == "cuda":
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(self._device))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import LossScaling
@@ -266,6 +267,21 @@ class Event:
 
     def synchronize(self) -> None:
         self.waited = True
+
+
+def test_only_cuda_whose_event_is_awaited_copies_without_waiting() -> None:
+    """MPS could be read before the numbers are there; a CPU stands for any other device."""
+    waits: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                waits.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        assert ToHost(CPU).read({"loss": torch.tensor(2.0)}) == {"loss": 2.0}
+    assert waits == [True]
 
 
 class Slow(ToHost):
