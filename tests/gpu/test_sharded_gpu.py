@@ -35,7 +35,10 @@ def _plan(mode: str, pinned: bool) -> MixedPrecisionPlan:
 
 
 def _trained(mode: str, name: str | None, options: dict[str, Any], pinned: bool) -> dict[str, Any]:
-    plan, module = _plan(mode, pinned), Regression(lambda p: torch.optim.AdamW(p, lr=RATE, eps=1e-4, fused=True))
+    optimizer, bad = options.pop("optimizer", torch.optim.AdamW), options.pop("overflow_at", ())
+    eps = {} if optimizer is torch.optim.SGD else {"eps": 1e-4}
+    plan = _plan(mode, pinned)
+    module = Regression(lambda p: optimizer(p, lr=RATE, fused=True, **eps), overflow_at=bad)
     if name is not None and name not in ZERO:
         options = {"wrap": "Linear", **options}
     strategy = {} if name is None else {"strategy": make_strategy(name, plan, **options)}
@@ -61,7 +64,8 @@ class Both:
 
     def run(self) -> list[dict[str, Any]]:
         pinned = self.name != "fsdp1"
-        return [_trained(self.mode, None, {}, pinned), _trained(self.mode, self.name, self.options, pinned)]
+        shared = {key: self.options[key] for key in ("optimizer", "overflow_at") if key in self.options}
+        return [_trained(self.mode, None, shared, pinned), _trained(self.mode, self.name, dict(self.options), pinned)]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,15 @@ def alone() -> Iterator[Ranks]:
 def test_fsdp2_is_the_same_as_one_device(alone: Ranks, mode: str, form: str) -> None:
     ((single, sharded),) = alone.run(Both(mode, "fsdp2", FORMS[form]))
     _same(mode, single, sharded)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD])
+def test_an_offloaded_fused_optimizer_leaves_a_bad_step_out(alone: Ranks, optimizer: Any) -> None:
+    """Its kernel runs on the CPU, and the flag comes from the device."""
+    options = {"cpu_offload": True, "optimizer": optimizer, "overflow_at": (2, 5)}
+    ((single, sharded),) = alone.run(Both("32-true", "fsdp2", options))
+    assert single["counts"] == (6, 2)
+    _same("32-true", single, sharded)
 
 
 @pytest.mark.parametrize("mode", MODES)
