@@ -148,6 +148,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         notes = None if self.deepspeed_notes is None else asdict(self.deepspeed_notes)
         return unpickled, (self._declared.to_dict(), self.policy.to_dict(), self.state_dict(), notes)
 
+    @property
+    def device(self) -> str:
+        """The type of the device that it computes on, ``"cuda"``, as Lightning's ``MixedPrecision`` has it."""
+        return self._device.type
+
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()
         return call(type(self).__name__, dict(others), precision[1])

@@ -83,7 +83,8 @@ class LossScaleMonitor(RunCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Record that there are gradients to step with."""
-        self._steps.backward()
+        if trainer.training:
+            self._steps.backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Count the step."""

@@ -129,9 +129,9 @@ class NonFiniteGuard(ActingCallback, WritesRun):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Note the loss."""
-        assert self._run is not None
-        self._run.steps.backward()
-        self._run.losses.append(loss.detach().sum())
+        if self._run is not None and trainer.training:  # not where a module adapts itself while evaluating
+            self._run.steps.backward()
+            self._run.losses.append(loss.detach().sum())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -144,13 +144,14 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         run = self._run
         assert run is not None
         self._reduce.after_batch(trainer)
+        if not run.steps.batch_ends():
+            return  # nothing stepped: in the middle of an accumulation window, or a batch that was None never began
         if run.dropped:
             self._explain(run, trainer)
-        elif run.tried:
+        else:
             self._in_a_row = 0
-        if run.steps.batch_ends():
-            run.losses.clear()
-            run.bad_steps.replayer.forget()
+        run.losses.clear()
+        run.bad_steps.replayer.forget()
 
     def _explain(self, run: _Run, trainer: Trainer) -> None:
         #: an overflow is the scaler's search for the right scale
@@ -203,8 +204,8 @@ class _Run:
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """A batch begins."""
-        #: in the current batch: steps that were let through, steps that were dropped
-        self.tried = self.dropped = 0
+        #: steps of the current batch that were dropped
+        self.dropped = 0
         self.bad_loss = False
         self.scale: float | None = None
         #: what the gradients say, before they are dropped
@@ -234,6 +235,5 @@ class _Run:
             self.at_hand = self.at_hand or nonfinite.from_gradients(self.trainer.lightning_module)
             suppress(optimizer, self.scaler)
         self.dropped += guard.step_skipped
-        self.tried += not guard.step_skipped
         guard.skipped_steps += guard.step_skipped
         guard.applied_steps += not guard.step_skipped

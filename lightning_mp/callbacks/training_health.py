@@ -221,15 +221,17 @@ class TrainingHealth(WritesRun):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Record the loss."""
-        run = self._active
+        run = self._run
+        if run is None or not trainer.training:
+            return  # a module adapts itself while evaluating
         run.steps.backward()
         if run.step.measures:
             run.measured.add_loss(loss, run.source)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measure the gradients; where the step may have to be skipped, run the alerts now."""
-        run = self._active
-        if not run.steps.begins(trainer):
+        run = self._run
+        if run is None or not run.steps.begins(trainer):
             return
         run.count.before_step()
         if run.step.measures:

@@ -235,11 +235,14 @@ class StepEngine(ABC):
         """Parameters were frozen or unfrozen since the last step."""
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """The loss to run backward on: times the scale where there is one."""
+        """The loss to run backward on: times the scale where there is one.
+
+        Not where no optimizer of the run is to step, as where a module adapts itself in ``test_step``.
+        """
         self.pending, self._loss = True, loss.detach()
         if self.manual:
             self.scaler.multiply_back_(self.optimizers)
-        return self.scaler.scale(loss) if self.scaler.enabled else loss
+        return self.scaler.scale(loss) if self.scaler.enabled and self.optimizers else loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward, where ``runs_backward``."""

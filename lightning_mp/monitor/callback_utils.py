@@ -51,8 +51,9 @@ class StepTracker:
         self._pending = True
 
     def begins(self, trainer: Trainer) -> bool:
-        """For ``on_before_optimizer_step``: whether an optimizer is really about to step."""
-        if (trainer.strategy.handles_gradient_accumulation and accumulates(trainer)) or not self._pending:
+        """For ``on_before_optimizer_step``: whether an optimizer is really about to step, in training."""
+        within_window = trainer.strategy.handles_gradient_accumulation and accumulates(trainer)
+        if within_window or not (self._pending and trainer.training):
             return False
         if trainer.lightning_module.automatic_optimization:
             self._pending = False

@@ -25,6 +25,7 @@ from lightning_mp.callbacks import (
     PrecisionAudit,
     TrainingHealth,
 )
+from support.manual import Manual, between
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
@@ -134,6 +135,38 @@ def test_every_stage_is_given_back(name: str) -> None:
     runner.test(module, batches(), verbose=False)
     assert _shape(module) == before
     assert module.results[:8] == module.results[8:]
+
+
+class Adapts(Manual):
+    """Trains itself on what it is evaluated on, with an optimizer of its own, as test-time adaptation does."""
+
+    def __init__(self) -> None:
+        super().__init__(between(lambda *_: None))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        own = torch.optim.SGD(self.parameters(), lr=1e-2)
+        with torch.enable_grad():
+            self.manual_backward(self.loss(batch))
+        own.step()
+        own.zero_grad()
+
+    validation_step = test_step
+
+
+@pytest.mark.parametrize("name", [*MONITORS, "NonFiniteGuard"])
+def test_a_backward_pass_while_evaluating_is_no_training_step(name: str) -> None:
+    runs: list[Any] = []
+    for callback in (None, _build(name)):
+        module, arguments = Adapts(), {"callbacks": [callback] if callback else [], "inference_mode": False}
+        trainer(**arguments).test(module, batches(), verbose=False)
+        trainer(**arguments).fit(module, batches(), batches())  # validates before training, too
+        runs.append(weights(module))
+    assert same_weights(*runs)
+    assert isinstance(callback, PrecisionAudit | LossScaleMonitor) or _steps_of(callback) == 8
+
+
+def _steps_of(callback: Any) -> int:
+    return callback.applied_steps if isinstance(callback, NonFiniteGuard) else len(callback.rows)
 
 
 @pytest.mark.parametrize("name", ACTING)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 from lightning_mp import NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
 from support.manual import Pair, in_turn
-from support.models import Regression
+from support.models import Regression, batches
 from support.nonfinite import BAD, STOCK, Breaks
 from support.oracles import stock_for
 from support.running import fit
@@ -78,6 +79,20 @@ def test_batches_without_a_loss_after_a_bad_step_are_not_counted(guard: Any, mod
     watched = guard(max_consecutive=1)
     fit(Without("loss", (2 * accumulate,)), callbacks=[watched], accumulate_grad_batches=accumulate, **stock_for(mode))
     assert (watched.skipped_steps, watched.applied_steps, len(watched.events)) == (1, 2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None:UserWarning")
+@every_mode
+@pytest.mark.parametrize("empty", [(0,), (BAD + 1, BAD + 2), (1, BAD + 1)])
+def test_a_batch_that_is_none_is_no_step(guard: Any, empty: tuple[int, ...], mode: str) -> None:
+    """As a collate function hands over that found nothing in the batch; Lightning leaves it out."""
+    given = [None if batch_idx in empty else batch for batch_idx, batch in enumerate(batches())]
+    watched = guard(max_consecutive=1)
+    fit(Breaks("loss"), data=DataLoader(given, batch_size=None), callbacks=[watched], **stock_for(mode))
+    assert (watched.skipped_steps, watched.applied_steps) == (1, 7 - len(empty))
+    assert [(event.step, event.evidence["skips_in_a_row"]) for event in watched.events] == [
+        (BAD - sum(batch_idx < BAD for batch_idx in empty), 1)
+    ]
 
 
 # ---------------------------------------------------------------------- a lower learning rate

@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite
 from support.manual import Manual, Pair, between
-from support.models import batches, same_weights
-from support.running import fit
+from support.models import batches, same_weights, weights
+from support.running import fit, trainer
 from support.traces import Trace, equal_states
 
 PINNED = {"net": "fp32"}
@@ -172,6 +172,26 @@ def test_an_overflow_is_skipped_and_counted_whatever_the_way(way: Any, optimizer
     assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
     assert same_weights(trace.weights[2], trace.weights[3])
     assert trace.scales == [64.0] * 3 + [32.0] * 5
+
+
+def test_a_loss_is_scaled_only_for_optimizers_of_the_run() -> None:
+    """Test-time adaptation steps an optimizer of its own, which knows of no scale."""
+
+    class Adapts(Manual):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            own = torch.optim.SGD(self.parameters(), lr=1e-2)
+            with torch.enable_grad():
+                self.manual_backward(self.loss(batch))
+            own.step()
+            own.zero_grad()
+
+    runs: list[Any] = []
+    for precision in ({"precision": "32-true"}, {"plugins": [MixedPrecisionPlan("16-mixed", pins=PINNED)]}):
+        module = Adapts()
+        trainer(inference_mode=False, **precision).test(module, batches(), verbose=False)
+        runs.append(weights(module))
+    assert same_weights(*runs)
+    assert not same_weights(runs[0], weights(Adapts()))
 
 
 def _pair_plan(**rule: Any) -> MixedPrecisionPlan:
