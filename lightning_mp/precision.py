@@ -405,7 +405,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     # ------------------------------------------------------------------ checkpoints and the end
 
     def teardown(self) -> None:
-        """Restore every process-global that was set; Lightning calls this after success and after failure."""
+        """Restore every process-global that was set; Lightning calls this after success and after failure.
+
+        Raises:
+            NonFiniteError: a fit applied none of its steps; Lightning then calls this once more.
+        """
         run = self._run
         plan_base.ended(self, self.trainer)
         run.release()

@@ -15,7 +15,7 @@ from lightning_mp.callbacks.acting import ActingCallback
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn, begins_window
 from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import max_over_ranks_
-from lightning_mp.engines.diagnosis import Verdict
+from lightning_mp.engines.diagnosis import SEARCH_SKIPS, Verdict, applied_none
 from lightning_mp.engines.skip_aware import Override, SkipAwareHooks
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.actions import ReduceLR, suppress
@@ -108,6 +108,16 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind", budget=budget)
         bad_steps.events = self.events
         self._run = _Run(trainer, pl_module, bad_steps, self)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at whether any step was applied.
+
+        Raises:
+            NonFiniteError: none was, though a scaler would have found its scale by now.
+        """
+        tried = self.skipped_steps
+        if tried and not self.applied_steps and (self._in_a_row or tried > SEARCH_SKIPS):
+            raise applied_none(tried, None, f"{_NAME}('raise')")
 
     def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
         self._end(error)

@@ -21,7 +21,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # What a line of a table needs; a pipe or a file has no width of its own.
 _PLAIN_WIDTH = 110
-_USAGE_ERROR = 2
+_FAILED, _USAGE_ERROR = 1, 2
 _INTERRUPTED = 130
 
 
@@ -36,7 +36,9 @@ def count(text: str) -> float:
 
 @contextmanager
 def refusals(command: str, *also: type[Exception]) -> Generator[None]:
-    """Leave with status 2 and a message for the package's own errors and ``also``; with 130 on Ctrl-C.
+    """Leave with a message and a status: 2 for the package's own errors and ``also``, 1 for non-finite training.
+
+    130 on Ctrl-C.
 
     Whatever else the user's own code raises keeps its traceback.
     """
@@ -48,16 +50,18 @@ def refusals(command: str, *also: type[Exception]) -> Generator[None]:
         refuse(command, error.listed())
     except BrokenPipeError:
         raise  # whoever reads has enough (| head): click leaves without a word
-    except (MissingExtraError, NonFiniteError, *also) as error:
+    except NonFiniteError as error:
+        refuse(command, str(error), _FAILED)
+    except (MissingExtraError, *also) as error:
         refuse(command, str(error))
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
 
 
-def refuse(command: str, message: str) -> NoReturn:
-    """Leave with status 2 and a message."""
+def refuse(command: str, message: str, status: int = _USAGE_ERROR) -> NoReturn:
+    """Leave with a message and ``status``."""
     typer.echo(f"lightning-mp {command}: {message}", err=True)
-    raise typer.Exit(_USAGE_ERROR) from None
+    raise typer.Exit(status) from None
 
 
 def progress(text: str) -> None:

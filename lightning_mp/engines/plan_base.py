@@ -19,7 +19,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
     trainer_of,
 )
-from lightning_mp.engines import for_strategy
+from lightning_mp.engines import diagnosis, for_strategy
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.skip_aware import SkipAwareHooks, may_change_gradients
 from lightning_mp.errors import PlanError
@@ -273,12 +273,15 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
 
 
 def ended(plan: PlanBase, trainer: Trainer | None) -> None:
-    """Warn at the end of a fit that took steps and applied none of them."""
+    """Look, at the end of a fit that did not fail, at whether any of its steps was applied.
+
+    Raises:
+        NonFiniteError: none was; a warning where fp16 may not have found its loss scale yet.
+    """
     fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted
     tried = plan.loss_scaler.attempts if fitted and plan.engine is not None else 0
     if tried and not plan.applied_steps:
-        scale = "" if plan.scaler is None else f"; the loss scale ended at {plan.scaler.get_scale():g}"
-        rank_zero_warn(
-            f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{scale}. "
-            "The weights are those it began with. nonfinite='raise' stops at the first such step and names its module"
-        )
+        error = diagnosis.applied_none(tried, None if plan.scaler is None else plan.scaler.get_scale())
+        if plan.scaler is None or tried > diagnosis.SEARCH_SKIPS:
+            raise error
+        rank_zero_warn(str(error))

@@ -177,3 +177,19 @@ def test_raise_stops_at_once(guard: Any, how: str, mode: str) -> None:
         fit(module, callbacks=[trace, guard("raise")], **stock_for(mode))
     assert (caught.value.step, caught.value.module) == (BAD, FAULTS[how][0])
     assert same_weights(weights(module), trace.weights[BAD - 1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "how", "steps"), [("32-true", "loss", 1), ("16-mixed", "loss", 1), ("16-mixed", "gradient", 6)]
+)
+def test_a_run_that_applied_no_step_ends_as_an_error(
+    guard: Any, mode: str, how: str, steps: int, tmp_path: Path
+) -> None:
+    module = Breaks(how, tuple(range(8)))
+    with pytest.raises(NonFiniteError, match=rf"applied 0 of its {steps} optimizer steps.*NonFiniteGuard\('raise'\)"):
+        fit(module, callbacks=[guard()], max_steps=steps, **stock_for(mode))
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
+
+
+def test_stocks_scaler_may_still_look_for_its_scale_when_a_run_ends(guard: Any) -> None:
+    fit(Breaks("gradient", tuple(range(8))), callbacks=[guard()], max_steps=5, **stock_for("16-mixed"))

@@ -107,6 +107,9 @@ def test_a_run_ends_with_what_happened_in_words(tmp_path: Path) -> None:
     assert said.startswith("out: 2 steps, 2 of them skipped; report: ")
     assert said.endswith("; report: out/report.html")
     assert run(write(tmp_path, PLAIN), "run_dir=one", "trainer.max_steps=1")[-1].startswith("one: 1 step; report: ")
+    nothing = CliRunner().invoke(app, ["train", str(write(tmp_path, scaled)), "run_dir=none", "trainer.max_steps=6"])
+    assert nothing.exit_code == 1
+    assert "The run applied 0 of its 6 optimizer steps" in nothing.output
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import SGD
 
-from lightning_mp import PlanError
+from lightning_mp import NonFiniteError, PlanError
+from lightning_mp.callbacks import TrainingHealth
 from support.manual import Manual
 from support.models import Regression, same_weights, weights
 from support.oracles import SCALED, plan_for
@@ -60,11 +63,24 @@ def test_a_raw_step_under_a_loss_scale_is_refused(mode: str, how: str) -> None:
     assert same_weights(weights(module), trace.start)
 
 
-@pytest.mark.parametrize(("mode", "said"), [("bf16-mixed", ""), ("16-mixed", "the loss scale ended at 1")])
-def test_a_run_that_applied_no_step_says_so_with_the_numbers(mode: str, said: str) -> None:
-    module = Regression(overflow_at=tuple(range(8)))
-    with pytest.warns(UserWarning, match=f"applied 0 of its 8 optimizer steps.*{said}"):
-        fit(module, plugins=[plan_for(mode)])
+@pytest.mark.parametrize(("mode", "steps", "said"), [("bf16-mixed", 1, ""), ("16-mixed", 8, "scale ended at 1\\.")])
+def test_a_run_that_applied_no_step_ends_as_an_error(mode: str, steps: int, said: str, tmp_path: Path) -> None:
+    module, plan = Regression(overflow_at=tuple(range(8))), plan_for(mode)
+    health, numbers = TrainingHealth(tmp_path, alerts=False), weights(module)
+    with pytest.raises(NonFiniteError, match=f"applied 0 of its {steps} optimizer steps.*{said}"):
+        fit(module, plugins=[plan], callbacks=[health], max_steps=steps)
+    about, page = json.loads((tmp_path / "run.json").read_text()), (tmp_path / "report.html").read_text()
+    assert about["status"] == "failed"
+    assert "applied 0 of its" in about["error"]
+    assert "The run failed: </strong>NonFiniteError: The run applied 0 of its" in page
+    assert plan.engine is None
+    assert same_weights(weights(module), numbers)
+    fit(Regression(), plugins=[plan])
+
+
+def test_fp16_may_still_look_for_its_scale_when_a_run_ends() -> None:
+    with pytest.warns(UserWarning, match="applied 0 of its 5 optimizer steps"):
+        fit(Regression(overflow_at=tuple(range(5))), plugins=[plan_for("16-mixed")], max_steps=5)
 
 
 class TestWhereAPlanDoesNotBelong:

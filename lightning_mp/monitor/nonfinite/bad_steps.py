@@ -23,7 +23,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
 )
 from lightning_mp.engines.base import max_over_ranks_
-from lightning_mp.engines.diagnosis import Diagnosis, Verdict
+from lightning_mp.engines.diagnosis import SEARCH_SKIPS, Diagnosis, Verdict
 from lightning_mp.engines.plan_base import PlanBase
 from lightning_mp.errors import Faults
 from lightning_mp.monitor.alerts import Reading
@@ -384,9 +384,8 @@ class BadStepCallback(WritesRun):
 
 # ---------------------------------------------------------------------- by readings, without a guard
 
-#: A scale that is being searched for overflows this many times in a row at most, from torch's 65,536 on (measured on
-#: small GPT-2 and MLP runs), and is found above the scale which that leads to.
-SEARCH_SKIPS, SEARCH_SCALE = 5, 2.0**10
+#: the scale that a search of :data:`~lightning_mp.engines.diagnosis.SEARCH_SKIPS` overflows leads to, or a higher one
+SEARCH_SCALE = 2.0**10
 #: Once so many steps were applied the scale is known; so many overflows in a row are then no search any more.
 FOUND_AFTER, FOUND_SKIPS = 10, 3
 
