@@ -368,23 +368,31 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             raise RuntimeError("An optimizer step outside of a run, after fit. Call trainer.fit(...) again.")
         if run.checks_again is None:
             run.begin_steps(model)
-        run.stepped = False
         replay = None if engine.manual else partial(diagnosis.run_again, optimizer, model, closure)
-        result = closure()
-        if not engine.pending and not engine.manual:
-            return result  # training_step returned None: neither applied nor skipped
-        engine.unscale(optimizer)
-        with engine.hook_watch:
-            self._after_closure(model, optimizer)
-        if run.checks_again:
-            engine.check_finite_again(optimizer)
+        run.stepped, before = False, engine.scaler.attempts
+        evaluate = partial(self._evaluate, engine, model, optimizer, closure)
         if engine.gives_closure and optimizer_facts.takes_closure(type(optimizer)):
             again = partial(self._evaluate_again, engine, model, optimizer, closure)
-            kwargs["closure"] = optimizer_facts.Evaluated(optimizer, result, again)
-        returned = engine.step(optimizer, **kwargs)
-        result = result if returned is None else returned
-        run.stepped = True
-        engine.finish_step(replay)
+            result = engine.step_by_closure(optimizer, evaluate, again, **kwargs)
+        else:
+            result = evaluate()
+            if engine.pending or engine.manual:
+                returned = engine.step(optimizer, **kwargs)
+                result = result if returned is None else returned
+        run.stepped = engine.scaler.attempts > before  # else training_step returned None: neither applied nor skipped
+        if run.stepped:
+            engine.finish_step(replay)
+        return result
+
+    def _evaluate(self, engine: StepEngine, model: LightningModule, optimizer: Any, closure: Any) -> Any:
+        """Run the closure; unscale and check its gradients, around the hooks that may change them."""
+        result = closure()
+        if engine.pending or engine.manual:
+            engine.unscale(optimizer)
+            with engine.hook_watch:
+                self._after_closure(model, optimizer)
+            if self._run.checks_again:
+                engine.check_finite_again(optimizer)
         return result
 
     def _evaluate_again(self, engine: StepEngine, model: LightningModule, optimizer: Any, closure: Any) -> Any:

@@ -28,6 +28,10 @@ Replay = Callable[[], Tensor | None] | None
 _NOTHING = nullcontext()
 
 
+class _Held(Exception):
+    """Breaks off an optimizer's step from within its closure."""
+
+
 class StepEngine(ABC):
     """Carries a policy out on one kind of strategy; what differs between kinds is in its three subclasses."""
 
@@ -280,9 +284,56 @@ class StepEngine(ABC):
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
-        result = self.scaler.step_checked(optimizer, **kwargs)
+        with self.around_update(optimizer):
+            result = self.scaler.step_checked(optimizer, **kwargs)
         self.pending = False
         return result
+
+    def around_update(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Around the optimizer's update alone, without a closure that it evaluates."""
+        return _NOTHING
+
+    def step_by_closure(
+        self, optimizer: Any, evaluate: Callable[[], Any], again: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Step an optimizer that is given its closure, or leave everything as it was.
+
+        ``evaluate`` runs when the optimizer asks, since it may have moved weights by then, and leaves checked
+        gradients; where one is not finite, or there is none, the step is broken off there. ``again`` is every later
+        evaluation. Under manual optimization gradients that are there already are checked before.
+
+        Raises:
+            PlanError: the optimizer had moved weights before a step that has to be broken off.
+        """
+        before, results, asked = optimizer_facts.sample(optimizer), list[Any](), False
+
+        def look() -> None:
+            results.append(evaluate())
+            if not (self.pending or self.manual) or self.scaler.must_hold(optimizer):
+                raise _Held
+
+        def closure() -> Any:
+            nonlocal asked
+            if asked:
+                return again()
+            asked = True
+            if not results:
+                look()
+            update.enter_context(self.around_update(optimizer))
+            return results[0]
+
+        stepping, self.scaler.stepping = self.scaler.stepping, True
+        try:
+            with ExitStack() as update:
+                if self.manual and self.pending:
+                    look()
+                returned = optimizer.step(closure=closure, **kwargs)
+        except _Held:
+            optimizer_facts.refuse_moved(optimizer, before)
+            return results[0]
+        finally:
+            self.scaler.stepping, self.pending = stepping, False
+        return next(iter(results), None) if returned is None else returned
 
     def evaluates_again(self, optimizer: Optimizer) -> None:
         """The optimizer asks for another evaluation in its step: its gradients are not checked.

@@ -2,7 +2,8 @@
 
 # No postponed annotations here: DDP checks those of a communication hook, and refuses strings.
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,13 +74,15 @@ class EagerEngine(StepEngine):
         """Clip by the global 2-norm, in fp32."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """As the base does; what rounds stochastically rounds alike on every rank, else their weights would part."""
-        if not (self.distributed and getattr(optimizer, "bf16_stochastic_round", False)):  # torchao's optimizers
-            return super().step(optimizer, **kwargs)
+    @contextmanager
+    def around_update(self, optimizer: Optimizer) -> Generator[None]:
+        """What rounds stochastically (torchao's optimizers) rounds alike on every rank, else their weights would part."""
+        if not (self.distributed and getattr(optimizer, "bf16_stochastic_round", False)):
+            yield
+            return
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.scaler.attempts)
-            return super().step(optimizer, **kwargs)
+            yield
 
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.errors import Faults, is_number
+from lightning_mp.errors import Faults, PlanError, is_number
 from lightning_mp.numerics import grads
+from lightning_mp.numerics.grads import local
 
 # ------------------------------------------------------------------ closures
 
@@ -21,18 +23,18 @@ from lightning_mp.numerics import grads
 _SAM = frozenset(("ASAM", "ESAM", "GSAM", "LookSAM", "SAM", "Sam", "WSAM"))
 
 
-#: modules of optimizers that step without a closure
-_PLAIN = ("torch.optim.", "lightning.pytorch.", "pytorch_lightning.")
+#: modules of steps that need no closure, and do nothing with one but call it first
+_PLAIN = ("torch.optim.", "torchao.", "lightning.pytorch.", "pytorch_lightning.")
 
 
 @cache
 def takes_closure(kind: type[Optimizer]) -> bool:
-    """Whether optimizers of this class may evaluate a closure in their step; of torch's only LBFGS is given one.
+    """Whether optimizers of this class are given a closure: all but torch's own, of which LBFGS alone needs one.
 
     Lightning's own stands where ``configure_optimizers`` returns None.
     """
     closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and (closure.default is closure.empty or not kind.__module__.startswith(_PLAIN))
+    return closure is not None and (closure.default is closure.empty or not kind.step.__module__.startswith(_PLAIN))
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
@@ -46,20 +48,26 @@ def is_known_to_evaluate_again(optimizer: Optimizer) -> bool:
     return calls_closure_again(optimizer) or not _SAM.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__)
 
 
-class Evaluated:
-    """A closure that was evaluated before the optimizer's step: its first call returns that, later ones call ``again``.
+def sample(optimizer: Optimizer) -> list[Tensor]:
+    """Copies of some numbers of two parameters, which tell whether an optimizer has moved its weights."""
+    trained = [local(parameter).detach() for parameter in grads.parameters_of(optimizer) if parameter.requires_grad]
+    return [parameter.reshape(-1)[:1024].clone() for parameter in (*trained[:1], *trained[-1:])]
 
-    So does the first where the optimizer has used the gradients and taken them away by then.
+
+def refuse_moved(optimizer: Optimizer, before: list[Tensor]) -> None:
+    """Refuse to leave out a step of an optimizer that has moved its weights since ``before``, its :func:`sample`.
+
+    Raises:
+        PlanError: it has: schedule-free methods, and those that perturb weights first.
     """
-
-    def __init__(self, optimizer: Optimizer, result: Any, again: Callable[[], Any]) -> None:
-        self._optimizer, self._result, self._again, self._called = optimizer, result, again, False
-
-    def __call__(self) -> Any:
-        first, self._called = not self._called, True
-        if first and any(parameter.grad is not None for parameter in grads.parameters_of(self._optimizer)):
-            return self._result
-        return self._again()
+    pairs = zip(before, sample(optimizer), strict=True)
+    if not all(torch.allclose(old, new, rtol=0, atol=0, equal_nan=True) for old, new in pairs):
+        name = type(optimizer).__name__
+        raise PlanError.of(
+            f"{name}, which moves weights before it evaluates its closure, in a step that has to be left out, "
+            "as its gradients are missing or not finite",
+            "use nonfinite='ignore' under a precision without loss scaling, or an optimizer such as AdamW",
+        )
 
 
 # ------------------------------------------------------------------ shards

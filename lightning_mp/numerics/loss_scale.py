@@ -337,6 +337,17 @@ class LossScaler(GradScaler):
         self._count(known, flag)
         return result
 
+    def must_hold(self, optimizer: Optimizer) -> bool:
+        """Whether a gradient is not finite on some rank, asked on the host; counts the step.
+
+        For an optimizer that evaluates its closure within its step: its gradients exist only there.
+        """
+        known = self._of(optimizer)
+        flag = self._last = self._found_inf(optimizer, known)
+        held = self.checks and self._read(flag)
+        self._count(known, flag)
+        return held
+
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Count a step that DeepSpeed unscaled, checked and made, with its flag."""
         self._last = found_inf

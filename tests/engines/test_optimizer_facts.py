@@ -13,7 +13,6 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from conformance.optimizers import Lamb, Lion, Sam
 from lightning_mp.engines.optimizer_facts import (
-    Evaluated,
     calls_closure_again,
     check_shards,
     takes_closure,
@@ -102,6 +101,7 @@ class _Whole(optim.SGD):
         (partial(optim.LBFGS, lr=0.1), True, True),
         (partial(_Whole, lr=0.1), True, True),
         (partial(Stepped, lr=0.1), True, False),
+        (Mine, False, False),
         (partial(optim.SGD, lr=0.1), False, False),
         (partial(optim.AdamW, lr=0.1), False, False),
         (partial(optim.Rprop, lr=0.1), False, False),
@@ -112,17 +112,6 @@ def test_which_optimizers_take_a_closure_and_which_call_it_again(build: Any, tak
     assert (takes_closure(type(optimizer)), calls_closure_again(optimizer)) == (takes, again)
     optim.lr_scheduler.ConstantLR(optimizer)  # it wraps ``step`` on the instance
     assert (takes_closure(type(optimizer)), calls_closure_again(optimizer)) == (takes, again)
-
-
-@pytest.mark.parametrize("taken_away", [False, True])
-def test_a_closure_is_evaluated_again_once_its_gradients_are_used(taken_away: bool) -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = optim.SGD([parameter], lr=0.1)
-    parameter.grad = torch.ones(2)
-    closure = Evaluated(optimizer, "first", lambda: "again")
-    if taken_away:
-        optimizer.zero_grad()
-    assert [closure(), closure(), closure()] == ["again" if taken_away else "first", "again", "again"]
 
 
 @pytest.mark.parametrize(

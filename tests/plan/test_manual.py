@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
 from support.manual import Manual, Pair, between
 from support.models import batches, same_weights, weights
 from support.running import fit, trainer
@@ -276,5 +276,6 @@ def test_counts_go_past_what_a_half_number_counts_to() -> None:
             return super().loss(batch) * float("nan")
 
     plan = MixedPrecisionPlan("bf16-true", nonfinite=NonFinite(max_consecutive=10**6))
-    fit(Spoilt(plain), plugins=[plan], data=batches(rows=300, batch_size=1))
+    with pytest.raises(NonFiniteError, match="0 of its 300"):
+        fit(Spoilt(plain), plugins=[plan], data=batches(rows=300, batch_size=1))
     assert (plan.applied_steps, plan.skipped_steps) == (0, 300)
