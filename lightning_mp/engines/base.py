@@ -28,7 +28,7 @@ Replay = Callable[[], Tensor | None] | None
 _NOTHING = nullcontext()
 
 
-class _Held(Exception):
+class _HeldError(Exception):
     """Breaks off an optimizer's step from within its closure."""
 
 
@@ -310,7 +310,7 @@ class StepEngine(ABC):
         def look() -> None:
             results.append(evaluate())
             if not (self.pending or self.manual) or self.scaler.must_hold(optimizer):
-                raise _Held
+                raise _HeldError
 
         def closure() -> Any:
             nonlocal asked
@@ -328,7 +328,7 @@ class StepEngine(ABC):
                 if self.manual and self.pending:
                     look()
                 returned = optimizer.step(closure=closure, **kwargs)
-        except _Held:
+        except _HeldError:
             optimizer_facts.refuse_moved(optimizer, before)
             return results[0]
         finally:

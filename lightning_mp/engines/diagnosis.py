@@ -20,7 +20,6 @@ from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 
-
 #: A scale that is being searched for overflows this many times in a row at most, from torch's 65,536 on (measured on
 #: small GPT-2 and MLP runs).
 SEARCH_SKIPS = 5

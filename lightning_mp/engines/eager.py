@@ -76,7 +76,7 @@ class EagerEngine(StepEngine):
 
     @contextmanager
     def around_update(self, optimizer: Optimizer) -> Generator[None]:
-        """What rounds stochastically (torchao's optimizers) rounds alike on every rank, else their weights would part."""
+        """What rounds stochastically (torchao's optimizers) rounds alike on every rank, or their weights would part."""
         if not (self.distributed and getattr(optimizer, "bf16_stochastic_round", False)):
             yield
             return

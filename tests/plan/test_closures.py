@@ -28,7 +28,7 @@ class Stepped(SGD):
 
 
 class Extrapolates(SGD):
-    """Takes the gradient ahead of the weights, as the closure form of schedule-free methods does; unseen by autograd."""
+    """Takes the gradient ahead of the weights, as schedule-free's closure form does, unseen by autograd."""
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         moves = []
