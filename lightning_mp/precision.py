@@ -151,7 +151,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     @property
     def device(self) -> str:
         """The type of the device that it computes on, ``"cuda"``, as Lightning's ``MixedPrecision`` has it."""
-        return self._device.type
+        return self._run.device.type
 
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()
