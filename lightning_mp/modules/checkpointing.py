@@ -23,6 +23,7 @@ from lightning_mp.modules.patterns import (
     matches,
     named_submodules,
     no_match,
+    not_lazy,
     not_scripted,
     swap_in,
     swap_out,
@@ -205,6 +206,8 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
         if any(matches(pattern, name, module) for pattern in config.patterns):
             covered.append(name)
             not_scripted(name, module, "checkpointing", faults)
+            for inner, one in module.named_modules(prefix=name):
+                not_lazy(inner, one, "checkpointing", faults)
             outermost.update((id(called), called) for called in called_in(module))
     return list(outermost.values())[:: config.every]
 

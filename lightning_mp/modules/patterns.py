@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_mp.compat.torch import WRAPPERS
@@ -93,6 +94,12 @@ def not_scripted(name: str, module: nn.Module, what: str, faults: Faults) -> Non
     """Note that ``module``, whose forward is to be replaced, is compiled by ``torch.jit``, which never calls it."""
     if isinstance(module, torch.jit.ScriptModule):
         faults.add(f"{what} on {name!r}, which torch.jit compiled", "leave it out, or script it after training")
+
+
+def not_lazy(name: str, module: nn.Module, what: str, faults: Faults) -> None:
+    """Note that ``module`` itself has parameters that its first forward will make, as it changes its class."""
+    if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+        faults.add(f"{what} on {name!r}, whose parameters do not exist yet", "run one batch through it first")
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:

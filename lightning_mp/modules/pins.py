@@ -24,6 +24,7 @@ from lightning_mp.modules.patterns import (
     matches,
     named_submodules,
     no_match,
+    not_lazy,
     not_scripted,
     original_class,
     owners,
@@ -98,6 +99,7 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
         outer = next((above for above in around if above != index), None)
         if not (callers and isinstance(modules[callers[0]], torch.jit.ScriptModule)):
             not_scripted(name, module, f"pin {pins[index].pattern!r}", faults)
+        not_lazy(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
         members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside))
     used = set(index_of.values())

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch_fake import is_fake
@@ -25,7 +25,7 @@ T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: classes of a tensor whose dtype is what it holds
-_PLAIN: set[type] = {Tensor, nn.Parameter}
+_PLAIN: set[type] = {Tensor, nn.Parameter, UninitializedParameter, UninitializedBuffer}
 _ORDINARY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 #: dtypes in which quantized weights are packed (GPTQ, AWQ, EETQ, MXFP4), and what they are called: masks, positions
 #: and indices are integers too
@@ -107,7 +107,7 @@ def _is_packed(key: str, tensor: Tensor) -> bool:
 
 
 def _is_quantized(key: str, parameter: Tensor) -> bool:
-    if is_plain(parameter) or is_lazy(parameter) or _is_sharded(parameter) or _is_marked(parameter):
+    if is_plain(parameter) or _is_sharded(parameter) or _is_marked(parameter):
         return False
     integer = type(parameter) is nn.Parameter and not _is_float8(parameter)  # or complex
     return _is_packed(key, parameter) if integer else True
@@ -115,7 +115,7 @@ def _is_quantized(key: str, parameter: Tensor) -> bool:
 
 def _is_marked(tensor: Tensor) -> bool:
     """Whether it is a trained parameter of a class that only marks it: its numbers are in a tensor of torch's own."""
-    if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_lazy(tensor):
+    if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
         return False
     return type(tensor.data) is Tensor and tensor.dtype in _ORDINARY
 

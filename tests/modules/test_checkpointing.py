@@ -171,6 +171,13 @@ def test_what_torch_jit_compiled_is_left_alone_in_a_checkpointed_module_and_refu
         checkpoint(nn.Sequential(Block(scripted)), modules="net.3")
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize("pattern", ["net.3", "Block"])
+def test_what_makes_its_parameters_in_its_first_forward_is_refused_by_name(pattern: str) -> None:
+    with pytest.raises(PlanError, match=r"on '0\.net\.3', whose parameters do not exist yet"):
+        checkpoint(nn.Sequential(Block(nn.LazyLinear(WIDTH))), modules=pattern)
+
+
 # ---------------------------------------------------------------------- nothing else changes
 
 

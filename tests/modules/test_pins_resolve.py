@@ -170,3 +170,13 @@ def test_a_pin_that_covers_what_torch_jit_compiled_is_refused_by_its_name(patter
     faults = Faults()
     pins.resolve(root, (Pin(pattern=pattern, dtype="fp32"),), faults)
     assert [fault.given for fault in faults.found] == [f"pin {pattern!r} on '0.0', which torch.jit compiled"]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize("pattern", ["0", "Lazy*", "norms", "net"])
+def test_a_pin_waits_for_the_parameters_that_a_first_batch_makes(pattern: str) -> None:
+    root = nn.ModuleDict({"net": nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())})
+    with pytest.raises(PlanError, match=r"parameters do not exist yet. Run one batch through it first"):
+        resolve(root, {pattern: "fp32"})
+    root["net"](torch.ones(2, 3))
+    assert resolve(root, {pattern.replace("Lazy", ""): "fp32"}).members

@@ -105,6 +105,28 @@ def test_with_a_scheduler(mode: str, scheduler: str) -> None:
     _pair(mode, lambda: Regression(OPTIMIZERS["adamw"], SCHEDULERS[scheduler]))
 
 
+class Lazy(Regression):
+    """Its first batch makes its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(SGD, lr=1e-2))
+        self.net = nn.Sequential(nn.LazyLinear(HIDDEN), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(1))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
+def test_parameters_that_the_first_batch_makes_are_stocks(mode: str) -> None:
+    stock, ours = Lazy(), Lazy()
+    for module, plugin in ((stock, stock_for(mode)), (ours, {"plugins": [plan_for(mode)]})):
+        seed_everything(1, verbose=False)
+        fit(module, **plugin)
+    assert stock.losses == ours.losses
+    assert same_weights(stock.state_dict(), ours.state_dict())
+    assert {name: one.dtype for name, one in stock.state_dict().items()} == {
+        name: one.dtype for name, one in ours.state_dict().items()
+    }
+
+
 class Dropped(Regression):
     """Draws random numbers in its forward."""
 
