@@ -96,7 +96,8 @@ def test_the_peak_is_cudas(precision: str, checkpointing: str) -> None:
 def test_trainer_gpu_trains_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hydra")
     monkeypatch.chdir(tmp_path)
-    before = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     run(*QUICK[1:], "trainer=gpu", "plan=a100", "trainer.max_steps=3", "run_dir=out")
     assert len(losses("out")) == 3
     assert torch.cuda.max_memory_allocated() > before

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 from support.comparing import eps, of_training
-from support.models import Regression
+from support.models import InfiniteGradient, Regression
 from support.ranks import Ranks
 from support.running import fit
 from support.sharded import RATE, whole
@@ -29,6 +30,17 @@ FORMS: dict[str, dict[str, Any]] = {
 ZERO = ("deepspeed_zero1", "deepspeed_zero2")
 
 
+class Overflows(Regression):
+    """Infinite gradients that come from the output: a sharded weight can be read within its module alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.net(batch[0]).float()
+        loss = (output - batch[1]).pow(2).mean()
+        if self.trainer.global_step in self.overflow_at:
+            loss = loss + InfiniteGradient.apply(output.sum() * 0)
+        return loss
+
+
 def _plan(mode: str, pinned: bool) -> MixedPrecisionPlan:
     scaling = LossScaling(init_scale=256.0) if mode.startswith("16") else None
     return MixedPrecisionPlan(mode, pins={"LayerNorm": "fp32"} if pinned else None, loss_scaling=scaling)
@@ -38,7 +50,7 @@ def _trained(mode: str, name: str | None, options: dict[str, Any], pinned: bool)
     optimizer, bad = options.pop("optimizer", torch.optim.AdamW), options.pop("overflow_at", ())
     eps = {} if optimizer is torch.optim.SGD else {"eps": 1e-4}
     plan = _plan(mode, pinned)
-    module = Regression(lambda p: optimizer(p, lr=RATE, fused=True, **eps), overflow_at=bad)
+    module = Overflows(lambda p: optimizer(p, lr=RATE, fused=True, **eps), overflow_at=bad)
     if name is not None and name not in ZERO:
         options = {"wrap": "Linear", **options}
     strategy = {} if name is None else {"strategy": make_strategy(name, plan, **options)}
