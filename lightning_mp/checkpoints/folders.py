@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import pickle
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -20,6 +22,43 @@ from lightning_mp.checkpoints.formats import SHARDED_EXTRA, deepspeed_folder, pl
 from lightning_mp.compat.torch import read_shards
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules.patterns import plain_name
+
+# ------------------------------------------------------------------ written beside, then put in place
+
+
+def unfinished(path: Path) -> Path:
+    """Where a folder is written until it is whole: written over in place, ``path`` could hold parts of two steps."""
+    return _beside(path, "unfinished")
+
+
+def begin(path: Path) -> None:
+    """Delete what a process that was killed left beside ``path``."""
+    for word in ("unfinished", "whole", "old"):
+        shutil.rmtree(_beside(path, word), ignore_errors=True)
+
+
+def finish(path: Path) -> None:
+    """Put what is whole by now in the place of ``path``; each node calls it, as each may have a disk of its own.
+
+    A folder takes no other's place in one call: killed between two, both are there, and neither is at ``path``.
+    """
+    whole, old = _beside(path, "whole"), _beside(path, "old")
+    try:
+        unfinished(path).rename(whole)
+    except FileNotFoundError:  # on a shared disk another node was first
+        return
+    if path.is_dir() and not path.is_symlink():
+        path.rename(old)
+    else:
+        path.unlink(missing_ok=True)
+    whole.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path, word: str) -> Path:
+    """A name that nobody takes for a checkpoint's: ModelCheckpoint looks for ``last`` in names."""
+    return path.with_name(f".{word}-{crc32(path.name.encode()):08x}")
+
 
 # ------------------------------------------------------------------ shards, as FSDP2 and Lightning's FSDP1 write them
 

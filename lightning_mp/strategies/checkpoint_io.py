@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_mp.checkpoints import folders
 from lightning_mp.checkpoints.consolidate_file import read_full
 from lightning_mp.checkpoints.formats import (
     CheckpointFormatError,
@@ -67,10 +69,22 @@ class PlanStrategy(RunsPlan):
         path = without_file_protocol(self.broadcast(filepath))
         if self.saves_folders and is_remote_path(path):
             raise CheckpointFormatError(*_remote(path))
-        if self.saves_folders or not (is_remote_path(path) or self._users_io):
+        if self.saves_folders:
+            self._save_folder(checkpoint, Path(path), storage_options)
+        elif not (is_remote_path(path) or self._users_io):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self.is_global_zero:  # Lightning's strategies of shards would take the path for that of a local file
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        first_of_node = cast("Any", self).local_rank == 0
+        if first_of_node:
+            folders.begin(path)
+        self.barrier()
+        super().save_checkpoint(checkpoint, str(folders.unfinished(path)), storage_options=storage_options)
+        self.barrier()  # the Trainer has one afterwards
+        if first_of_node:
+            folders.finish(path)
 
     def stored_dtypes(self) -> dict[str, str]:
         """The short dtype name of every floating parameter and buffer."""
