@@ -90,20 +90,47 @@ class Zero:
         zero.clip_grad = clip
 
     def patch(self, check: Callable[[], None], step: Callable[..., None]) -> None:
-        """Have ``check`` run at each backward's end, before the sum of what is not summed yet, and ``step`` as step."""
-        reduce = self.optimizer.overlapping_partition_gradients_reduce_epilogue
+        """Have ``check`` run before each sum of gradients over ranks, and ``step`` as step."""
+        reduce = getattr(self.optimizer, self._reduces)
 
-        def checked() -> None:
+        def checked(*args: Any, **kwargs: Any) -> None:
             check()
-            reduce()
+            reduce(*args, **kwargs)
 
-        self.optimizer.overlapping_partition_gradients_reduce_epilogue = checked
+        setattr(self.optimizer, self._reduces, checked)
         self.optimizer.step = partial(step, self.optimizer.step)
 
     def restore(self) -> None:
         """Take out what ``patch`` put in."""
-        for name in ("step", "overlapping_partition_gradients_reduce_epilogue"):
+        for name in ("step", self._reduces):
             vars(self.optimizer).pop(name, None)
+
+    @property
+    def _reduces(self) -> str:
+        """The method of the ZeRO optimizer that sums a bucket of gradients, full or the last one of a backward pass."""
+        stage_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+        return stage_3 if hasattr(self.optimizer, stage_3) else "reduce_ipg_grads"
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether a step follows the backward pass."""
+        return self.engine.is_gradient_accumulation_boundary()
+
+    @property
+    def sums_every_pass(self) -> bool:
+        """Whether gradients of each pass are summed and added to those of earlier ones, whichever parameters have any.
+
+        ZeRO-1 sums those of the last pass alone, ZeRO-3 adds to what an earlier window left, and offload does both.
+        """
+        return bool(getattr(self.optimizer, "partition_gradients", False)) and not self.offloads
+
+    def forget_gradients(self) -> None:
+        """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
+        zero = self.optimizer
+        if hasattr(zero, "all_grad_tensors"):
+            zero.averaged_gradients.clear()  # in place: parameters hold these to be asked for their gradients
+            zero.all_grad_tensors.clear()
+            zero.micro_step_id = -1
 
     @property
     def offloads(self) -> bool:
@@ -174,13 +201,6 @@ def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
             changed = True
     if changed:
         zero._link_all_hp_params()  # parameters hold views of their masters
-
-
-def forget_gradients(zero: Any) -> None:
-    """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
-    zero.averaged_gradients.clear()  # in place: parameters hold these to be asked for their gradients
-    zero.all_grad_tensors.clear()
-    zero.micro_step_id = -1
 
 
 def trained_groups(zero: Any) -> list[list[Tensor]]:

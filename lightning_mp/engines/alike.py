@@ -36,6 +36,8 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
     ``plan`` is the resolved one, ``auto_on`` the device that decided it. A digest is reduced, one device sync; the rest
     travels only where digests differ.
     """
+    if not dist.is_initialized():  # a plan that is checked without a run
+        return
     mine = Rank(plan, list(_described(module)), faults.found, auto_on)
     digest = hashlib.sha256(repr(mine).encode()).digest()
     words = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, len(digest), 4)]

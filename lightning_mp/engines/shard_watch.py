@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -141,7 +143,8 @@ def _refused(name: str) -> PlanError:
 class FirstForward:
     """Compares the ranks in the first forwards of ``root``, until ``release``; each comparison is a device sync.
 
-    ``gathers`` says of a unit that is about to run whether its weights have to be gathered.
+    ``gathers`` says of a unit that is about to run whether its weights have to be gathered. ``again``: each later
+    forward in training is compared at its end, before the backward pass gathers what a rank has used.
     """
 
     def __init__(
@@ -152,7 +155,9 @@ class FirstForward:
         *,
         gathers: Callable[[nn.Module], bool] = lambda _unit: True,
         compiled: bool = False,
+        again: bool = False,
     ) -> None:
+        self._again, self._entered = again, list[str]()
         self._names, self._device, self._gathers = [*units, _END], device, gathers
         self._active, self._known = False, set[bool]()
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
@@ -173,22 +178,39 @@ class FirstForward:
     def _begin(self, root: nn.Module, _inputs: Any) -> None:
         self._active = root.training not in self._known
         self._known.add(root.training)
+        self._entered.clear()
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, root: nn.Module, *_: Any) -> None:
         if self._active:
             self._compare(_END)
+        elif self._again and root.training:
+            self._compare_entered()
         self._active = False
 
     def _enter(self, name: str, unit: nn.Module, _inputs: Any) -> None:
+        if self._again and not in_backward():
+            self._entered.append(name)
         if self._active and not in_backward() and self._gathers(unit):
             self._compare(name)
 
     def _compare(self, name: str) -> None:
         """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
-        place = self._names.index(name)
-        places = torch.tensor([place, -place], device=self._device)
-        dist.all_reduce(places, op=dist.ReduceOp.MAX)
-        last, first = (abs(one) for one in places.tolist())
+        first, last = self._extremes(self._names.index(name))
         if first != last:
             one, other = (f"at {self._names[index]!r}" for index in (first, last))
             raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
+
+    def _compare_entered(self) -> None:
+        smallest, largest = self._extremes(crc32(repr(self._entered).encode()))
+        if smallest != largest:
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, [*self._entered, _END])
+            at = next(set(places) for places in zip_longest(*ranks, fillvalue=_END) if len(set(places)) > 1)
+            one, other, *_ = (f"at {name!r}" for name in sorted(at, key=self._names.index))
+            raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
+
+    def _extremes(self, value: int) -> tuple[int, int]:
+        both = torch.tensor([value, -value], device=self._device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        largest, smallest = both.tolist()
+        return -smallest, largest

@@ -48,7 +48,8 @@ class ZeroEngine(StepEngine):
     _zero: Zero | None = None
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
-    _weights: Weights | None = None
+    _writes: Writes | None = None
+    _gradients: Gradients | None = None
     #: DeepSpeed's engine is in its step
     _in_step = False
     #: by ``id``, names of the weights that are gathered in half precision, until a step was watched
@@ -60,7 +61,6 @@ class ZeroEngine(StepEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._decayed: dict[int, bool] = {}
         self.hook_watch = self._reads = GradientsElsewhere()
 
     def check(self, module: nn.Module, faults: Faults) -> None:
@@ -72,8 +72,6 @@ class ZeroEngine(StepEngine):
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
         for optimizer in optimizers:
-            groups: list[dict[str, Any]] = optimizer.param_groups
-            self._decayed |= {id(p): bool(group.get("weight_decay")) for group in groups for p in group["params"]}
             if len(list(optimizer_facts.parts(optimizer))) > 1:
                 given = f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another"
                 faults.add(given, "use AdamW or SGD, or strategy='mp_ddp'")
@@ -91,23 +89,27 @@ class ZeroEngine(StepEngine):
             if any(map(is_partitioned, part.parameters(recurse=False)))
         }
         if parted and self.distributed:
-            self._connected.callback(FirstForward(model, parted, self.device, gathers=gathers).release)
+            self._connected.callback(FirstForward(model, parted, self.device, gathers=gathers, again=True).release)
         if not optimizers:  # validation
             return
         zero = self._zero = Zero(model, optimizers[0])
         trainer = trainer_of(self._module)
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = zero.clip_of_json
-        self._weights = Weights(module.named_parameters(), self._decayed)
-        self._connected.callback(self._weights.release)
-        zero.patch(self._weights.refuse_apart, self._raw_step)
+        self._writes = Writes(module.named_parameters())
+        self._connected.callback(self._writes.release)
+        self._gradients = Gradients(
+            module.named_parameters(), self.device if self.distributed else None, by_window=zero.sums_every_pass
+        )
+        self._connected.callback(self._gradients.release)
+        zero.patch(self._gradients.compare, self._raw_step)
         self._connected.callback(zero.restore)
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
-        if self._zero is not None and self._weights is not None:
-            self._weights.loaded()
+        if self._zero is not None and self._writes is not None:
+            self._writes.accept()
             self._zero.install_scale(self.scaler if self.scaler.enabled else None, self._default_clip)
 
     # ------------------------------------------------------------------ the step
@@ -126,6 +128,21 @@ class ZeroEngine(StepEngine):
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
         with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
             self._running.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        cast("Gradients", self._gradients).finish_pass(ends_window=self._running.ends_window)
+
+    def begin_window(self) -> None:
+        """Forget a window that an epoch left in its midst."""
+        self._running.forget_gradients()
+        cast("Gradients", self._gradients).begin_window()
+
+    def on_trained_changed(self) -> None:
+        """Raise a RuntimeError: ZeRO has partitioned what was trained when the run began."""
+        if self._gradients is not None and self._module is not None:
+            _refuse(
+                self._gradients.changed(self._module.named_parameters()),
+                "frozen or unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
+                "change it before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
+            )
 
     def after_backward(self) -> None:
         """Under manual optimization, watch reads of ``parameter.grad`` until the step: ZeRO holds the gradients."""
@@ -150,7 +167,7 @@ class ZeroEngine(StepEngine):
 
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
-        split = self._weights is not None and self._weights.partitioned and not any(map(is_compiled, module.modules()))
+        split = self._writes is not None and self._writes.partitioned and not any(map(is_compiled, module.modules()))
         away = ShardReads(module.named_parameters(), lambda one: not one.numel(), silent=True)
         with super()._first_step(module), away if split else nullcontext():
             yield
@@ -188,18 +205,17 @@ class ZeroEngine(StepEngine):
         Raises:
             RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
         """
-        zero, weights = self._running, cast("Weights", self._weights)
-        if not zero.engine.is_gradient_accumulation_boundary():
+        zero, writes = self._running, cast("Writes", self._writes)
+        if not zero.ends_window:
             refuse(
                 "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
                 "reduces in that batch's backward pass",
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
-        states = (value for state in zero.optimizer.optimizer.state.values() for value in state.values())
-        weights.refuse(moves=any(isinstance(value, Tensor) and value.ndim for value in states))
+        writes.refuse_lost()
         # A user's hook may have changed weights. Under offload the copy would cross the bus: there only writes to the
         # parameters themselves are seen.
-        if weights.take_change() or not (weights.partitioned or zero.offloads):
+        if writes.take_change() or not (writes.partitioned or zero.offloads):
             zero.optimizer.refresh_fp32_params()
         for place, origin in enumerate(self.came_from):  # a group split off steps with what the first piece has by now
             first, groups = self.came_from.index(origin), zero.optimizer.param_groups
@@ -211,7 +227,8 @@ class ZeroEngine(StepEngine):
             applied, norm = zero.step()
         finally:
             self._in_step = False
-        weights.stepped()
+        writes.accept()
+        cast("Gradients", self._gradients).begin_window()
         zero.clip(self._default_clip)
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
@@ -223,8 +240,8 @@ class ZeroEngine(StepEngine):
 
     def check_weights(self) -> None:
         """Raise a RuntimeError where a user changed weights that ZeRO-3 has split."""
-        if self._weights is not None:
-            self._weights.refuse_lost()
+        if self._writes is not None:
+            self._writes.refuse_lost()
 
     def _raw_step(self, own: Any, closure: Any = None) -> None:
         """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
@@ -235,7 +252,7 @@ class ZeroEngine(StepEngine):
     def release(self) -> None:
         """Drop the DeepSpeedEngine too."""
         super().release()
-        self._zero = self._weights = None
+        self._zero = self._writes = self._gradients = None
 
 
 # ------------------------------------------------------------------ what a ZeRO optimizer does not see
@@ -289,34 +306,95 @@ def _refuse(names: Sequence[str], given: str, fix: str) -> None:
         refuse(f"{names[0]!r} and {len(names) - 1} others {given}", fix)
 
 
-class Weights:
-    """The trained parameters between two steps: whether users changed them, and which had a gradient."""
+class Gradients:
+    """Which trained parameters a backward pass reached, in order: ZeRO sums over ranks by place, not by name.
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decayed: Mapping[int, bool]) -> None:
-        every = dict(named)
-        self._named = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
-        self._frozen = {name: parameter for name, parameter in every.items() if not parameter.requires_grad}
-        #: by id: whether its group has weight decay
-        self._decayed = decayed
-        self._seen: dict[int, None] = {}
-        self._ever: set[int] = set()
-        self._compared = self._changed = False
+    Args:
+        named: the module's parameters.
+        device: what ranks communicate over; ``None`` where there is one rank.
+        by_window: whether ZeRO may leave a parameter out of a pass, if another of the window reaches it.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], device: torch.device | None, *, by_window: bool
+    ) -> None:
+        self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._device, self._by_window = device, by_window
+        self._in_pass: dict[int, None] = {}
+        self._in_window: set[int] = set()
+        self._places = {id(parameter): place for place, parameter in enumerate(self._named.values())}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._named.values()]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._in_pass[self._places[id(parameter)]] = None
+
+    def compare(self) -> None:
+        """Before each sum, and at the end of each pass: raise on every rank where ranks reached other parameters."""
+        if self._device is None:
+            return
+        order = hash(tuple(self._in_pass)) >> 1  # of integers: the same in every process
+        if self._agree(torch.tensor([order])).all():
+            return
+        order = {place: turn for turn, place in enumerate(self._in_pass, 1)}
+        alike = self._agree(torch.tensor([order.get(place, 0) for place in range(len(self._named))])).tolist()
+        _refuse(
+            [name for name, same in zip(self._named, alike, strict=True) if not same],
+            "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
+            "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with "
+            "find_unused_parameters=True",
+        )
+
+    def _agree(self, values: Tensor) -> Tensor:
+        extremes = torch.stack([values, -values]).to(self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        return extremes[0] == -extremes[1]
+
+    def finish_pass(self, *, ends_window: bool) -> None:
+        """Raise on every rank where ranks differ, or where a step would not be that of one device."""
+        self.compare()
+        self._in_window |= self._in_pass.keys()
+        reached = self._in_window if self._by_window else self._in_pass
+        if ends_window or not self._by_window:
+            _refuse(
+                [name for place, name in enumerate(self._named) if place not in reached],
+                "without a gradient in a backward pass, with ZeRO, which steps them with what it has from another one",
+                "freeze what is never used, add 0 times what a batch leaves out to its loss, or use "
+                "strategy='mp_fsdp2'",
+            )
+        self._in_pass.clear()
+
+    def begin_window(self) -> None:
+        """A step was made, or a window was left in its midst."""
+        self._in_window.clear()
+
+    def changed(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+        """The names of parameters that were frozen or unfrozen since the start."""
+        return [name for name, parameter in named if parameter.requires_grad != (name in self._named)]
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Writes:
+    """Whether users changed trained parameters between two steps."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._changed = False
         split = [parameter for parameter in self._named.values() if is_partitioned(parameter)]
         #: whether ZeRO-3 has split the weights themselves
         self.partitioned = bool(split)
-        self.loaded()
+        self.accept()
         self._undo = [after_gathered_change(parameter, self._changed_while_gathered) for parameter in split]
-        self._undo += [p.register_post_accumulate_grad_hook(self._note).remove for p in self._named.values()]
-
-    def _note(self, parameter: Tensor) -> None:
-        self._seen[id(parameter)] = None
 
     def _changed_while_gathered(self) -> None:
         self._changed = True
-        self.loaded()
+        self.accept()
 
-    def loaded(self) -> None:
-        """What was written to up to now is where it belongs: a checkpoint was loaded."""
+    def accept(self) -> None:
+        """Take the present versions as the baseline: a step was made, or a checkpoint was loaded."""
         #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
         self._versions = {name: version(parameter) for name, parameter in self._named.items()}
 
@@ -336,46 +414,7 @@ class Weights:
             "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
         )
 
-    def refuse_apart(self) -> None:
-        """After the first backward pass, raise on every rank if ranks have gradients of different parameters."""
-        if self._compared or not dist.is_initialized():
-            return
-        self._compared = True
-        places = {one: place for place, one in enumerate(self._seen, 1)}
-        device = next(iter(self._named.values())).device
-        mask = torch.tensor([places.get(id(p), 0) for p in self._named.values()], device=device)
-        extremes = torch.stack([mask, -mask])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        differ = (extremes[0] != -extremes[1]).tolist()
-        _refuse(
-            [name for name, apart in zip(self._named, differ, strict=True) if apart],
-            "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
-            "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with "
-            "find_unused_parameters=True",
-        )
-
-    def refuse(self, *, moves: bool) -> None:
-        """Raise a RuntimeError where a step would not be that of one device; ``moves``: the optimizer keeps moments."""
-        _refuse(
-            [name for name, parameter in self._frozen.items() if parameter.requires_grad],
-            "unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
-            "unfreeze before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
-        )
-        without = {name: id(one) for name, one in self._named.items() if id(one) not in self._seen}
-        _refuse(
-            [n for n, one in without.items() if self._decayed.get(one) or (moves and one in self._ever)],
-            "without a gradient in this step, with ZeRO, which would decay them, or move them by earlier gradients",
-            "freeze what is not used, requires_grad_(False), or use strategy='mp_ddp'",
-        )
-        self.refuse_lost()
-
-    def stepped(self) -> None:
-        """A step was made."""
-        self.loaded()
-        self._ever |= self._seen.keys()
-        self._seen.clear()
-
     def release(self) -> None:
-        """Take the hooks off."""
+        """Let go of the parameters."""
         for undo in self._undo:
             undo()

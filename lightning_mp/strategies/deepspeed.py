@@ -20,7 +20,6 @@ from lightning_mp.checkpoints.formats import without_file_protocol
 from lightning_mp.compat import require_versions
 from lightning_mp.compat.deepspeed import (
     cast_partition,
-    forget_gradients,
     gather_as,
     halve_masters,
     initialize,
@@ -305,8 +304,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         """Backward through DeepSpeed, told whether it is the last one before a step."""
         module = self._user_module
         automatic = module.automatic_optimization
-        if automatic and self._stage < 3 and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
-            forget_gradients(self.deepspeed_engine.optimizer)  # those of a window that an epoch left in its midst
+        if automatic and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
+            self._engine.begin_window()
         self.deepspeed_engine.set_gradient_accumulation_boundary(not (automatic and accumulates(module.trainer)))
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 

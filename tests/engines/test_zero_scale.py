@@ -58,7 +58,7 @@ class _Zero:
     def __init__(self) -> None:
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+    def reduce_ipg_grads(self) -> None:
         """What sums gradients."""
 
     def step(self, closure: Any = None) -> None:

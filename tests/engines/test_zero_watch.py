@@ -1,4 +1,4 @@
-"""What users do behind a ZeRO optimizer's back is seen: gradients looked for, weights changed, parameters left out."""
+"""What users do behind a ZeRO optimizer's back is seen: gradients looked for, parameters left out or frozen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_mp.engines.zero import GradientsElsewhere, Weights
+from lightning_mp.engines.zero import Gradients, GradientsElsewhere
 
 
 def _clips(module: nn.Module) -> None:
@@ -42,36 +42,43 @@ def test_who_reads_gradients_in_a_hook_finds_none_and_is_warned_once() -> None:
     assert "safe_get_full_grad" in str(said[0].message)
 
 
-def _watched(decay: bool = False) -> tuple[nn.Sequential, Weights]:
-    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    module[2].requires_grad_(False)
-    return module, Weights(module.named_parameters(), {id(p): decay for p in module.parameters()})
+@pytest.fixture
+def module() -> nn.Sequential:
+    """Two trained layers and a frozen one."""
+    layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    layers[2].requires_grad_(False)
+    return layers
 
 
-@pytest.mark.parametrize(("decay", "earlier", "moves", "refused"), [
-    (True, False, False, True),  # it would decay
-    (False, True, True, True),  # moments of an earlier gradient would move it
-    (False, True, False, False),
-    (False, False, True, False),  # moments of 0
-])  # fmt: skip
-def test_a_parameter_without_a_gradient_is_refused_where_a_step_would_change_it(
-    decay: bool, earlier: bool, moves: bool, refused: bool
+def _pass(module: nn.Sequential, *used: int) -> None:
+    x = torch.ones(1, 2)
+    for place in used:
+        x = module[place](x)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize("by_window", [False, True])
+def test_each_pass_has_to_reach_every_trained_parameter_or_where_zero_can_each_window(
+    module: nn.Sequential, by_window: bool
 ) -> None:
-    module, weights = _watched(decay)
-    if earlier:
-        module(torch.ones(1, 2)).sum().backward()
-        weights.stepped()
-    module[0](torch.ones(1, 2)).sum().backward()
-    if not refused:
-        weights.refuse(moves=moves)
-        return
-    with pytest.raises(RuntimeError, match=r"'1\.weight' and 0 others without a gradient"):
-        weights.refuse(moves=moves)
+    gradients = Gradients(module.named_parameters(), None, by_window=by_window)
+    _pass(module, 0, 1, 2)
+    gradients.finish_pass(ends_window=True)
+    gradients.begin_window()
+    _pass(module, 0)
+    if by_window:
+        gradients.finish_pass(ends_window=False)
+        _pass(module, 1)
+        gradients.finish_pass(ends_window=True)
+        gradients.begin_window()
+        _pass(module, 0)
+    with pytest.raises(RuntimeError, match=r"'1\.weight' and 0 others without a gradient in a backward pass"):
+        gradients.finish_pass(ends_window=by_window)
 
 
-def test_a_parameter_that_is_unfrozen_in_a_run_is_refused() -> None:
-    module, weights = _watched()
-    weights.refuse(moves=False)
+def test_what_is_frozen_or_unfrozen_in_a_run_is_known_by_name(module: nn.Sequential) -> None:
+    gradients = Gradients(module.named_parameters(), None, by_window=False)
+    assert gradients.changed(module.named_parameters()) == []
+    module[0].requires_grad_(False)
     module[2].requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"'2\.weight' and 0 others unfrozen"):
-        weights.refuse(moves=False)
+    assert gradients.changed(module.named_parameters()) == ["0.weight", "2.weight"]

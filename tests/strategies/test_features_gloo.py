@@ -19,7 +19,7 @@ WITHIN = 1e-4
 IN_HOOKS = "before the step, with ZeRO, which has moved the gradients"
 #: a warning, which ends the run here
 READS = "reads parameter.grad, which is None here"
-NO_GRADIENT = "without a gradient in this step"
+NO_GRADIENT = "without a gradient in a backward pass, with ZeRO"
 SHARDED = "with sharded weights"
 ONE_PROCESS = {
     "batch_size_scaler": "currently not supported with distributed strategies",
@@ -33,6 +33,8 @@ OTHER_UNITS = "with sharded weights, which all ranks gather"
 OTHER_GRADIENTS = "on some ranks only, or in another order, with ZeRO"
 #: of what ranks do differently, what is seen by the gradients alone
 APART = ["a_unit_is_used_on_one_rank", "ranks_run_units_in_opposite_orders"]
+MIDWAY = ["freezes_in_the_midst_of_a_window", "unfreezes_in_the_midst_of_a_window"]
+HEADS_APART = ["a_head_a_rank", "a_head_a_rank_of_other_sizes"]
 ZERO = {
     **ONE_PROCESS,
     "pruning": "ModelPruning with ZeRO",
@@ -45,14 +47,16 @@ ZERO = {
     "poisons_before_the_step": READS,
     "logs_grad_norm": READS,
     "clips_by_value": "gradient_clip_algorithm='value' with ZeRO",
-    "a_layer_is_never_used": NO_GRADIENT,
-    "freezes_by_hand": NO_GRADIENT,
-    "unfreezes_by_hand": "unfrozen in a run with ZeRO",
+    **dict.fromkeys(["a_layer_is_never_used", "heads_by_turns"], NO_GRADIENT),
+    **dict.fromkeys(["freezes_by_hand", "unfreezes_by_hand", *MIDWAY], "frozen or unfrozen in a run with ZeRO"),
     "backbone_finetuning": FINETUNING,
     "optimizer_step_calls_the_raw_optimizer": "called on the optimizer inside of Lightning's",
     "manual_bare_backward": "loss.backward() with ZeRO",
     "manual_accumulation": "two manual_backward() before a step with ZeRO",
 }
+ZERO_12 = {**ZERO, **dict.fromkeys([*APART, *HEADS_APART, "a_layer_is_used_on_one_rank"], OTHER_GRADIENTS)}
+#: of stages that step a parameter with what an earlier pass, or window, left
+LEFT_OVER = {"heads_by_turns_in_a_window": NO_GRADIENT}
 #: strategy → feature → what the refusal says; what is not named here is the same
 REFUSED: dict[str, dict[str, str]] = {
     "ddp": {**ONE_PROCESS, "manual_bare_backward": "loss.backward() with DDP"},
@@ -62,13 +66,13 @@ REFUSED: dict[str, dict[str, str]] = {
         "all_weights_in_the_loss": ELSEWHERE,
         **dict.fromkeys(APART, OTHER_UNITS),
     },
-    "deepspeed_zero2": {
-        **ZERO,
-        **dict.fromkeys([*APART, "a_layer_is_used_on_one_rank"], OTHER_GRADIENTS),
-    },
+    "deepspeed_zero1": {**ZERO_12, **LEFT_OVER},
+    "deepspeed_zero2": ZERO_12,
+    "deepspeed_zero2_offload": {**ZERO_12, **LEFT_OVER},
     "deepspeed_zero3": {
         **ZERO,
-        **dict.fromkeys([*APART, "a_layer_is_used_on_one_rank"], OTHER_UNITS),
+        **LEFT_OVER,
+        **dict.fromkeys([*APART, *HEADS_APART, "a_layer_is_used_on_one_rank"], OTHER_UNITS),
         "all_weights_in_the_loss": ELSEWHERE,
         "clamps_weights_after_the_step": WRITTEN,
     },

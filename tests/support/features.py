@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,6 +28,8 @@ FEATURES, HIDDEN, ROWS, STEPS = 16, 32, 8, 8
 REFUSING = ("with ZeRO", "does not support", "not supported", "only supports", "which is None here")
 #: with other rates than a checkpoint's
 adamw = partial(AdamW, lr=2e-2, eps=1e-2)
+#: leaves a parameter that has no gradient as it is
+plain = partial(SGD, lr=1e-2)
 MAY_BE_UNUSED = {"ddp": {"find_unused_parameters": True}}
 #: every ``Sequential`` is a unit
 UNITS = MAY_BE_UNUSED | {
@@ -244,6 +246,28 @@ class Switches(Net):
             self.backbone.requires_grad_(self.unfreezes)
 
 
+class Heads(Net):
+    """Two heads; a half of a batch goes through those that ``used`` says, by the number of the batch."""
+
+    make_optimizer = staticmethod(plain)
+    sizes: tuple[int, ...] = (1, 1)
+    used: Callable[[int, int], Sequence[int]] = staticmethod(lambda batch_idx, part: [batch_idx % 2])
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        del self.head
+        self.heads = nn.ModuleList(nn.Linear(HIDDEN, self.sizes[at]) for at in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = []
+        for part in range(2) if self.trainer.world_size == 1 else [self.global_rank]:
+            x, y = (tensor.chunk(2)[part] for tensor in batch)
+            hidden = self.middle(self.backbone(x))
+            out = sum(self.heads[at](hidden).mean(1, keepdim=True) for at in self.used(batch_idx, part))
+            losses.append((out.float() - y).pow(2).mean())
+        return sum(losses) / len(losses)
+
+
 class Penalized(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + 0.1 * sum(parameter.pow(2).sum() for parameter in self.parameters())
@@ -364,6 +388,11 @@ _pruning = partial(callbacks.ModelPruning, "l1_unstructured", amount=0.5)
 _some = partial(Net, make_optimizer=lambda parameters: adamw(parameters[2:]))
 
 
+def _own_head(batch_idx: int, part: int) -> Sequence[int]:
+    """Both heads in the first batch, each rank's own afterwards."""
+    return [part] if batch_idx else [0, 1]
+
+
 def _routed(*ways: str) -> Callable[[Host], dict[str, Any]]:
     return _fits(partial(Routed, ways=ways), strategy_options=UNITS)
 
@@ -386,6 +415,16 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "backbone_finetuning": _fits(callback=_finetuning, max_epochs=3),
     "unfreezes_by_hand": _fits(Switches),
     "freezes_by_hand": _fits(partial(Switches, unfreezes=False), strategy_options=MAY_BE_UNUSED),
+    "freezes_in_the_midst_of_a_window": _fits(
+        partial(Switches, unfreezes=False, make_optimizer=plain),
+        strategy_options=MAY_BE_UNUSED,
+        accumulate_grad_batches=3,
+    ),
+    "unfreezes_in_the_midst_of_a_window": _fits(partial(Switches, make_optimizer=plain), accumulate_grad_batches=3),
+    "heads_by_turns": _fits(Heads, strategy_options=MAY_BE_UNUSED),
+    "heads_by_turns_in_a_window": _fits(Heads, strategy_options=MAY_BE_UNUSED, accumulate_grad_batches=2),
+    "a_head_a_rank": _fits(partial(Heads, used=_own_head), strategy_options=MAY_BE_UNUSED),
+    "a_head_a_rank_of_other_sizes": _fits(partial(Heads, used=_own_head, sizes=(1, 3)), strategy_options=MAY_BE_UNUSED),
     "all_weights_in_the_loss": _fits(Penalized, strategy_options=UNITS),
     "ranks_use_the_same_units": _routed("ab", "ab"),
     "a_unit_is_used_on_one_rank": _routed("a", "ab"),
