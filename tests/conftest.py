@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from support.ranks import Ranks
+from support.ranks import Call, Ranks, in_a_fork
 
 if "OMP_NUM_THREADS" not in os.environ:  # as under `make test`: two threads add up in another order than one
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,6 +31,13 @@ def ranks() -> Iterator[Ranks]:
     """Two processes that run the cases of a test module; they start with its first case."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def pristine() -> Iterator[Callable[..., Any]]:
+    """Calls a function in a process that has set nothing and run nothing: a fork of one that imports it."""
+    with Ranks(1) as started:
+        yield lambda function, *arguments: started.run(Call(in_a_fork, (function, *arguments)))[0]
 
 
 @pytest.fixture

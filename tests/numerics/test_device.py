@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_mp.numerics.dtypes import describe, has_tf32, set_tf32, tf32_refusal
 from lightning_mp.policy import hardware
-from support.ranks import in_a_process
 from support.tf32 import BACKENDS, SWITCHES, readings
 
 
@@ -127,8 +127,8 @@ def _around(before: str, *settings: str) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("before", BEFORE)
-def test_tf32_is_set_readable_meanwhile_and_put_back(before: str, setting: str) -> None:
-    found, within, after = in_a_process(_around, before, setting)
+def test_tf32_is_set_readable_meanwhile_and_put_back(before: str, setting: str, pristine: Callable[..., Any]) -> None:
+    found, within, after = pristine(_around, before, setting)
     allowed = setting != "highest"
     assert within["float32_matmul_precision"] == setting
     assert within["cuda.matmul.allow_tf32"] is within["cudnn.allow_tf32"] is allowed
@@ -140,10 +140,10 @@ def test_tf32_is_set_readable_meanwhile_and_put_back(before: str, setting: str) 
 
 @pytest.mark.parametrize("inner", SETTINGS)
 @pytest.mark.parametrize("outer", SETTINGS)
-def test_settings_nest(outer: str, inner: str) -> None:
-    pristine, within_outer, _, back_in_outer, after = in_a_process(_around, "nothing", outer, inner)
+def test_settings_nest(outer: str, inner: str, pristine: Callable[..., Any]) -> None:
+    before, within_outer, _, back_in_outer, after = pristine(_around, "nothing", outer, inner)
     assert back_in_outer == within_outer
-    assert after == pristine
+    assert after == before
 
 
 def _refusal(before: str) -> tuple[str, str] | None:
@@ -152,8 +152,8 @@ def _refusal(before: str) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("before", BEFORE | UNSETTABLE)
-def test_what_the_newer_switches_say_alone_is_refused(before: str) -> None:
-    assert (in_a_process(_refusal, before) is not None) is (before in UNSETTABLE)
+def test_what_the_newer_switches_say_alone_is_refused(before: str, pristine: Callable[..., Any]) -> None:
+    assert (pristine(_refusal, before) is not None) is (before in UNSETTABLE)
 
 
 def _followed(setting: str | None) -> dict[str, object]:
@@ -164,9 +164,9 @@ def _followed(setting: str | None) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("setting", ["high", "medium"])
-def test_what_follows_the_wider_switch_follows_it_after_tf32(setting: str) -> None:
+def test_what_follows_the_wider_switch_follows_it_after_tf32(setting: str, pristine: Callable[..., Any]) -> None:
     """No reading shows it at once. After "highest" convolutions keep the value that torch's own setter writes."""
-    assert in_a_process(_followed, setting) == in_a_process(_followed, None)
+    assert pristine(_followed, setting) == pristine(_followed, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "mps"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,6 @@ from lightning_mp import MixedPrecisionPlan, PlanError, callbacks
 from lightning_mp.policy.hardware import Device
 from support.models import Regression
 from support.oracles import MODES, plan_for
-from support.ranks import in_a_process
 from support.running import fit
 from support.tf32 import readings
 from support.traces import lightning_says
@@ -141,9 +141,9 @@ def _as_on_ampere(owner: str, setting: str, fails: str | None) -> dict[str, Any]
 @pytest.mark.parametrize("setting", ["high", "highest"])
 @pytest.mark.parametrize("fails", [None, "configure_optimizers", "on_after_backward"])
 def test_tf32_of_a_pristine_process_is_as_before_however_the_run_ends(
-    fails: str | None, setting: str, owner: str
+    fails: str | None, setting: str, owner: str, pristine: Callable[..., Any]
 ) -> None:
-    found = in_a_process(_as_on_ampere, owner, setting, fails)
+    found = pristine(_as_on_ampere, owner, setting, fails)
     assert found["after"] == found["before"]
     if fails != "configure_optimizers":
         assert found["within"]["float32_matmul_precision"] == setting
@@ -159,7 +159,7 @@ def _after_a_newer_switch(owner: str) -> tuple[str, bool]:
 
 
 @each_owner
-def test_tf32_that_a_newer_switch_has_set_is_refused_before_the_run(owner: str) -> None:
-    text, untouched = in_a_process(_after_a_newer_switch, owner)
+def test_tf32_that_a_newer_switch_has_set_is_refused_before_the_run(owner: str, pristine: Callable[..., Any]) -> None:
+    text, untouched = pristine(_after_a_newer_switch, owner)
     assert "torch.backends.fp32_precision, or that of a backend, was set" in text
     assert untouched
