@@ -94,11 +94,12 @@ class PinWatch(TorchDispatchMode):
     def _follow(self, given: list[Tensor], sources: dict[int, _Source], made: list[Tensor], *, moves: bool) -> None:
         """Note of what was made that it comes from a pinned weight, where it has its dtype from there."""
         source, inside = next(iter(sources.values())), in_pinned_forward()
-        whole = moves and not inside and all(id(one) in sources and sources[id(one)].whole for one in given)
+        weights = (sources[id(one)].whole if id(one) in sources else isinstance(one, nn.Parameter) for one in given)
+        whole = moves and not inside and all(weights)
         for tensor in made:
             alike = (one for one in given if one.dtype == tensor.dtype)
             own = tensor.dtype == to_torch(source.member.pin.dtype)
-            if own and self._source(tensor) is None and (inside or all(id(one) in sources for one in alike)):
+            if own and self._source(tensor) is None and (inside or whole or all(id(one) in sources for one in alike)):
                 setattr(tensor, _SOURCE, source._replace(whole=whole))
 
     def _follow_cast(self, given: list[Tensor], made: list[Tensor], name: str) -> None:
