@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_s
 from lightning_mp.engines import diagnosis, optimizer_facts
 from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules import checkpointing, fp8, pin_watch, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -45,6 +46,8 @@ class StepEngine(ABC):
     evaluates_once: ClassVar[str] = ""
     #: where optimizers do not step whole parameters: what they step instead, and the words for it
     steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
+    #: by ``id``, names of the fp32 weights that are gathered in half precision
+    halves: Mapping[int, str] = MappingProxyType({})
     #: around hooks in which users may look at gradients
     hook_watch: AbstractContextManager[Any] = _NOTHING
 
@@ -233,7 +236,8 @@ class StepEngine(ABC):
         return self._first_step(self._module)
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return pin_watch.watched(module, self.pin_map, self.policy.compute_dtype)
+        halves = self.halves if "training_step" in self._watched else {}
+        return first_step.watched(module, self.pin_map, self.policy.compute_dtype, halves)
 
     def on_trained_changed(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Parameters were frozen or unfrozen since the last step."""

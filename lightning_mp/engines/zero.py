@@ -11,7 +11,6 @@ import inspect
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -27,8 +26,6 @@ from lightning_mp.engines import optimizer_facts
 from lightning_mp.engines.base import StepEngine
 from lightning_mp.engines.shard_watch import FirstForward, ShardReads
 from lightning_mp.errors import Fault, Faults
-from lightning_mp.modules.half_weights import CastAlone
-from lightning_mp.numerics.dtypes import to_torch
 
 _GRAD: Any = cast("Any", Tensor.grad)
 #: packages that may read parameter.grad: they know where ZeRO keeps gradients
@@ -52,8 +49,6 @@ class ZeroEngine(StepEngine):
     _gradients: Gradients | None = None
     #: DeepSpeed's engine is in its step
     _in_step = False
-    #: by ``id``, names of the weights that are gathered in half precision, until a step was watched
-    halves: Mapping[int, str] = MappingProxyType({})
     #: by param group, the index of the user's that it came from
     came_from: Sequence[int] = ()
     #: from a manual backward pass to the step, reads of gradients are watched
@@ -152,15 +147,10 @@ class ZeroEngine(StepEngine):
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
-        """Check first whether hooks changed weights; reads of gradients are watched no longer than the step.
-
-        The first step also checks that weights gathered in half precision are used by autocast alone.
-        """
+        """Check first whether hooks changed weights; reads of gradients are watched no longer than the step."""
         self.check_weights()
-        halves, self.halves = self.halves, {}
-        watch = CastAlone(halves, to_torch(self.policy.compute_dtype)) if halves else nullcontext()
         try:
-            with super().training_step(), watch:
+            with super().training_step():
                 yield
         finally:
             self._stop_watching_reads()

@@ -7,7 +7,6 @@ module's forward hands to a product that autocast casts for; less those that som
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import NO_TORCH_FUNCTION, TorchDispatchMode, as_wrapper
+from lightning_mp.compat.torch import NO_TORCH_FUNCTION, as_wrapper
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.errors import PlanError
 from lightning_mp.modules import fp8
@@ -92,8 +91,6 @@ def _keys(module: nn.Module) -> tuple[str, ...]:
 
 # ------------------------------------------------------------------ how they are held
 
-#: set on views of a weight, to its name
-_PART_OF = "lmp_part_of"
 #: modules that a user's call goes through
 _NOT_THE_USERS = ("torch.", "deepspeed.", "lightning_mp.", "lightning.", "pytorch_lightning.")
 
@@ -168,39 +165,3 @@ def other_use(name: str, dtype: torch.dtype, func: Any) -> PlanError:
         f"outside a matmul ({func.overloadpacket.__name__}{users_line()})",
         f"pin it: pins={{{name.rpartition('.')[0]!r}: 'fp32'}}",
     )
-
-
-class CastAlone(TorchDispatchMode):
-    """Within, fp32 tensors that hold values of ``dtype`` may be used as an ``AutocastWeight`` may.
-
-    Args:
-        names: by ``id``, the name of each.
-        dtype: what autocast casts to.
-
-    Raises:
-        PlanError: one of them, or a view of it, is used in another way.
-    """
-
-    def __init__(self, names: Mapping[int, str], dtype: torch.dtype) -> None:
-        super().__init__()
-        self._names, self._dtype = names, dtype
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled function stays one."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found, op = func(*args, **kwargs), func.overloadpacket.__name__
-        casts = op == "_to_copy" and kwargs.get("dtype") is self._dtype
-        for tensor in floating_in([args, kwargs]):
-            name = self._names.get(id(tensor)) or getattr(tensor, _PART_OF, None)
-            if name is None:
-                continue
-            if func.is_view:
-                for view in floating_in([found]):
-                    setattr(view, _PART_OF, name)
-            elif not casts and not reads_no_value(op):
-                raise other_use(name, self._dtype, func)
-        return found

@@ -1,6 +1,6 @@
 """Module-level dtypes: which pin covers which module, what is stored in which dtype, and running a module in its pin's.
 
-A weight may also be read outside of its module's forward, where the pin does not hold: ``pin_watch`` looks for that.
+A weight may also be read outside of its module's forward, where the pin does not hold: ``first_step`` looks for that.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from conformance.families import FAMILIES, TEXT
 from lightning_mp.errors import PlanError
-from lightning_mp.modules.pin_watch import watched
+from lightning_mp.modules.first_step import watched
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype
 from support.pinning import pin, resolve
 
@@ -156,7 +156,7 @@ PAST_ITS_PIN: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
 @pytest.mark.parametrize("what", PAST_ITS_PIN)
 def test_a_weight_that_is_computed_with_past_its_pin_is_named(what: str, mode: str) -> None:
     forward, make = PAST_ITS_PIN[what]
-    with pytest.raises(PlanError, match=r"inner\.\w+ is pinned to fp32 \('inner'\), .* \(\w+, test_pin_watch.py:\d+\)"):
+    with pytest.raises(PlanError, match=r"inner\.\w+ is pinned to fp32 .* \(\w+, test_first_step.py:\d+\)"):
         first_step(Net(forward, inner=make(), head=linear()), {"inner": "fp32"}, mode)
 
 

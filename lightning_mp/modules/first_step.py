@@ -1,4 +1,4 @@
-"""What the first step of a run is watched for: a weight computed with past its pin, and dtypes that a pin sets at odds.
+"""What the first step of a run is refused for: weights that are computed with past their pin, or past autocast's cast.
 
 Operators are seen below autocast, so that every function counts, with no list of them. Compiled graphs run as they are
 and are not looked into.
@@ -7,20 +7,23 @@ and are not looked into.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, calling_frame, in_backward
 from lightning_mp.errors import PlanError
-from lightning_mp.modules.half_weights import multiplies, users_line
+from lightning_mp.modules.half_weights import multiplies, other_use, reads_no_value, users_line
 from lightning_mp.modules.pins import PinMap, PinnedModule, in_pinned_forward, is_pinned
 from lightning_mp.numerics.dtypes import HALF, dtype_name, floating_in, to_torch
 
 #: set on what comes from a pinned weight: where it comes from; and on what it was cast to: that, and in which call
 _SOURCE, _CAST = "lmp_pin_source", "lmp_pin_cast"
+#: set on views of a weight that is gathered in half precision, to its name
+_PART_OF = "lmp_part_of"
 #: what has the same values in another place
 _COPIES = frozenset(("clone", "_to_copy", "_unsafe_view", "cat", "stack", "repeat"))
 _CLASH = re.compile("dtype|scalar ?type|same type", re.IGNORECASE)
@@ -34,17 +37,21 @@ class _Source(NamedTuple):
     whole: bool
 
 
-def watched(root: nn.Module, pin_map: PinMap, compute: str) -> AbstractContextManager[Any]:
-    """Around the forward pass of a first step.
+def watched(
+    root: nn.Module, pin_map: PinMap, compute: str, halves: Mapping[int, str] = MappingProxyType({})
+) -> AbstractContextManager[Any]:
+    """Around the forward pass of a first step; ``halves`` names fp32 weights that hold values of ``compute``, by id.
 
     Raises:
-        PlanError: a pinned weight runs in another dtype outside of its module, or a pin is why two dtypes clash.
+        PlanError: a pinned weight runs in another dtype outside of its module, a pin is why two dtypes clash, or
+            something needs the fp32 values of one of ``halves``.
     """
-    return PinWatch(root, pin_map.members, compute) if pin_map.members else nullcontext()
+    watch = FirstStep(root, pin_map.members, compute, halves)
+    return watch if pin_map.members or halves else nullcontext()
 
 
-class PinWatch(TorchDispatchMode):
-    """Follows pinned weights through the operators, as autocast hands them on."""
+class FirstStep(TorchDispatchMode):
+    """Follows weights through the operators, as autocast hands them on."""
 
     supports_higher_order_operators = True
 
@@ -53,9 +60,11 @@ class PinWatch(TorchDispatchMode):
         """Have dynamo compile as if this mode were not there."""
         return True
 
-    def __init__(self, root: nn.Module, members: Sequence[PinnedModule], compute: str) -> None:
+    def __init__(
+        self, root: nn.Module, members: Sequence[PinnedModule], compute: str, halves: Mapping[int, str]
+    ) -> None:
         super().__init__()
-        self._root, self._members, self._compute = root, members, compute
+        self._root, self._members, self._compute, self._halves = root, members, compute, halves
         #: by ``id`` of every parameter that was met; those of sharded modules are made in their forward
         self._known: dict[int, _Source | None] = {}
 
@@ -75,11 +84,25 @@ class PinWatch(TorchDispatchMode):
             if sources and len({tensor.dtype for tensor in given}) > 1 and _CLASH.search(str(error)):
                 raise self._clash(next(iter(sources.values())), given, name) from error
             raise
+        if self._halves:
+            self._allow_cast_alone(func, name, given, floating_in(result), kwargs)
         if moves:
             self._follow_cast(given, floating_in(result), name)
         if sources:
             self._follow(given, sources, floating_in(result), moves=moves)
         return result
+
+    def _allow_cast_alone(
+        self, func: OpOverload, name: str, given: list[Tensor], made: list[Tensor], kwargs: Mapping[str, Any]
+    ) -> None:
+        dtype = to_torch(self._compute)
+        for tensor in given:
+            weight = self._halves.get(id(tensor)) or getattr(tensor, _PART_OF, None)
+            if weight is not None and func.is_view:
+                for view in made:
+                    setattr(view, _PART_OF, weight)
+            elif weight is not None and not reads_no_value(name) and (name, kwargs.get("dtype")) != ("_to_copy", dtype):
+                raise other_use(weight, dtype, func)
 
     def _source(self, tensor: Tensor) -> _Source | None:
         if isinstance(tensor, nn.Parameter):
