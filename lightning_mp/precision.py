@@ -26,6 +26,7 @@ from lightning_mp.compat.lightning import (
     check_copy,
     meet_other_copy,
     rank_zero_warn,
+    tidy_output,
     trainer_of,
 )
 from lightning_mp.compat.torch import backward_traced_outside_autocast
@@ -237,6 +238,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         from lightning_mp.monitor.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
 
         warn_at_fit(module, self.policy)
+        self._run.cleanup.callback(tidy_output(trainer))
         plan_base.began(engine, module, trainer)
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:

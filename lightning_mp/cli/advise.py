@@ -18,10 +18,13 @@ from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
 if TYPE_CHECKING:
     from lightning_mp.planner import Advice
+    from lightning_mp.planner.memory import MemoryPrediction
     from lightning_mp.planner.predict import Fit
 
 _GIB = 2**30
 _SHOWN = 5
+#: columns of a terminal that has room for every column of the table
+_WIDE = 100
 #: options of the command alone; the planner has the others, under the same names
 _OWN = {"arguments", "params", "config", "gbps", "price", "out", "as_json", "config_dir"}
 
@@ -109,7 +112,7 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
             prediction = predict_memory(model, batch, regime.plan, strategy=trainer["strategy"], **how)
             if prediction.parts["activations"]:
                 make = partial(parts.strategy_of, written, faults=faults)
-                for way in fits(model, batch, regime.plan, device.memory * USABLE, make, **how):
+                for way in fits(model, batch, regime.plan, device.memory * USABLE, make, prediction, **how):
                     progress(f"checkpointing {way.checkpointing}: {counted(way.rows, 'row')}")
                     ways.append(way)
     if as_json:
@@ -117,13 +120,25 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
         typer.echo(json.dumps({**plain, "fits": list(map(asdict, ways))}, indent=2))
         return
     where = f"{name} on {counted(devices, 'device')}, {counted(rows, 'row')} a micro-batch"
-    typer.echo(f"Memory of one rank: {where}\n\n{prediction.to_markdown()}")
+    _show_memory(prediction, f"Memory of one rank: {where}")
     for each in ways:
         most = counted(each.rows, "row") + " or more" * (each.rows == MOST_ROWS)
         size = in_bytes(each.prediction.peak_bytes)
         typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {most} on {device.word}")
     if not ways:
         typer.echo("the largest micro-batch is not known, since activations were not counted")
+
+
+def _show_memory(prediction: MemoryPrediction, title: str) -> None:
+    """The parts of a peak as a table, largest first."""
+    from rich.table import Table
+
+    table = Table("part", "size", "share", box=None, pad_edge=False)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, size in (*sorted(prediction.parts.items(), key=lambda part: -part[1]), ("peak", prediction.peak_bytes)):
+        table.add_row(name.replace("_", " "), in_bytes(size), f"{size / max(prediction.peak_bytes, 1):.0%}")
+    console().print(title, table, sep="\n", highlight=False)
+    typer.echo("".join(f"{note}.\n" for note in (f"By: {prediction.method}", *prediction.notes)))
 
 
 def _count(given: Any, faults: Faults) -> int:
@@ -156,27 +171,47 @@ def _given(params: float | None, config: Path | None) -> Any:
 
 
 def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    shape, best = found.shape, found.best
-    typer.echo(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {best.layout.gpus} x")
-    typer.echo(f"{found.gpu.word} ({found.gpu.source}). Precision: {found.precision_reason}.\n")
-    sizes = "data x tensor\nx pipeline", "checkpointing", "micro-batch\nx accumulated", "GiB"
-    table = Table("", "strategy", *sizes, "tokens/s a GPU", "MFU")
+    from lightning_mp.planner.advise import RANKED
+
+    shape, best, terminal = found.shape, found.best, console()
+    say = partial(terminal.print, highlight=False, markup=False)
+    where = f"{best.layout.gpus} x {found.gpu.word}"
+    say(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {where}.")
+    say(f"Precision: {found.precision_reason}.\n")
+    # a narrow terminal has no room for ranges and MFU, which the lines below the table have for the first
+    wide = terminal.width >= _WIDE
+    heads = ["", "strategy", "data x tensor\nx pipeline", "checkpoint", "batch x\naccumulate", "GiB", "tokens/s\na GPU"]
+    table = Table(*heads, *(["range", "MFU"] if wide else []), box=SIMPLE_HEAD, pad_edge=False)
     for rank, each in enumerate(found.choices[:_SHOWN], start=1):
         low, mid, high = each.tokens_per_s
         degrees = f"{each.data} x {each.tensor} x {each.pipeline}"
         batch = f"{each.micro_batch} x {each.accumulate}"
-        speed = f"{mid:,.0f} ({low:,.0f} to {high:,.0f})"
-        held, mfu = f"{each.memory_bytes / _GIB:.1f}", f"{each.mfu:.1%}"
-        table.add_row(str(rank), each.strategy, degrees, each.checkpointing, batch, held, speed, mfu)
-    console().print(table)
-    typer.echo(f"\n1: {best}")
-    parts = ", ".join(f"{name} {value / _GIB:.1f}" for name, value in best.parts.items())
-    typer.echo(f"   GiB by part: {parts}. {found.best.reason}.")
+        row = [
+            str(rank),
+            each.strategy,
+            degrees,
+            each.checkpointing,
+            batch,
+            f"{each.memory_bytes / _GIB:.1f}",
+            f"{mid:,.0f}",
+        ]
+        table.add_row(*row, *([f"{low:,.0f} to {high:,.0f}", f"{each.mfu:.1%}"] if wide else []))
+    terminal.print(table)
+    say(f"{RANKED}\n")
+    parts = ", ".join(f"{name.replace('_', ' ')} {value / _GIB:.1f}" for name, value in best.parts.items())
     budget = found.tokens or shape.tokens
     low, mid, high = best.days(budget)
     cost = "" if money is None else f", {money[0]:,.0f} to {money[2]:,.0f} in money"
-    typer.echo(f"   {in_short(budget)} tokens: {mid:,.1f} days ({low:,.1f} to {high:,.1f}){cost}")
+    say(f"1: {best}")
+    say(f"   GiB by part: {parts}. {best.reason.removeprefix(f'{found.precision_reason}; ')}.")
+    say(f"   {in_short(budget)} tokens: {_days(mid)} days ({_days(low)} to {_days(high)}){cost}")
+    say(f"   {found.gpu.word}: {found.gpu.source}.")
     for line in found.lost:
-        typer.echo(f"   - {line}")
+        say(f"   - {line}")
+
+
+def _days(count: float) -> str:
+    return f"{count:,.0f}" if count >= 100 else f"{count:.1f}"

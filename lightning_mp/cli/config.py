@@ -136,7 +136,8 @@ def _hydra_errors(faults: Faults, path: Path | None) -> Generator[None]:
         if missing is not None:
             group, option, known = missing.groups()
             other = "choose one of these, or check --config-dir"
-            fix = precision_fix(option, (), known.split()) if group == "plan" else other
+            names = known.split()
+            fix = precision_fix(option, (), names) if group == "plan" else did_you_mean(option, names, other)
         where = "" if path is None or path.name in said else f"{path.name}: "
         faults.add(f"the config does not compose: {where}{said}", fix)
         faults.raise_if_any()

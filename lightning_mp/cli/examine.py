@@ -52,7 +52,9 @@ def doctor(
     if as_json:
         typer.echo(to_json(findings))
     else:
-        show(findings, console())
+        from lightning_mp.preflight.checks import CHECKS
+
+        show(findings, console(), len(CHECKS))
     raise typer.Exit(exit_status(findings))
 
 

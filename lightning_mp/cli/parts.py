@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
+from lightning_mp.callbacks.training_health import TrainingHealth
 from lightning_mp.cli.config import RUN_DIR, composed, is_ours, signature_of
 from lightning_mp.comparison.compare import fit_arguments
 from lightning_mp.compat.lightning import (
@@ -20,11 +23,16 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted, is_whole, one_line
+from lightning_mp.monitor import metric_names
+from lightning_mp.monitor.callback_utils import callbacks_of
 from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
 from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
+
+#: more processes of a CPU's run than so many a core take its memory before they say anything
+_PROCESSES_A_CORE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,13 @@ def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, d
 
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     """The Trainer itself."""
+    devices, most = arguments.get("devices"), _PROCESSES_A_CORE * (os.cpu_count() or 1)
+    on_cpu = arguments.get("accelerator") == "cpu" or not (
+        torch.cuda.is_available() or torch.backends.mps.is_available()
+    )
+    if on_cpu and is_whole(devices) and devices > most:
+        faults.add(f"trainer.devices={devices}, processes on {counted(os.cpu_count() or 1, 'core')}", "write 1 or 2")
+        faults.raise_if_any()
     try:
         return Trainer(**arguments)
     except PlanError:
@@ -125,6 +140,23 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     except Exception as error:  # Lightning's own, of several kinds
         faults.add(f"trainer: {type(error).__name__}: {one_line(error)}", "fix the trainer or strategy section")
     return faults.sound(None)
+
+
+def show_readings(trainer: Trainer) -> None:
+    """The bar shows the loss and the loss scale of TrainingHealth's last reading, which cost no wait for the device."""
+    health = next((callback for callback in callbacks_of(trainer) if isinstance(callback, TrainingHealth)), None)
+    bar: Any = trainer.progress_bar_callback
+    if health is None or bar is None:
+        return
+    given = bar.get_metrics
+
+    def get_metrics(*arguments: Any) -> dict[str, Any]:
+        last = next((row for row in reversed(health.rows) if metric_names.LOSS in row), {})
+        names = {"loss": metric_names.LOSS, "scale": metric_names.LOSS_SCALE}
+        shown = {short: f"{last[name]:.4g}" for short, name in names.items() if last.get(name) is not None}
+        return {**shown, **given(*arguments)}
+
+    bar.get_metrics = get_metrics
 
 
 @contextmanager

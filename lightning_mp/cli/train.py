@@ -119,6 +119,7 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
     faults, folder = Faults("train"), Path(config["run_dir"])
     with parts.running(folder, faults):
         trainer = parts.trainer(dict(regime.trainer), faults)
+        parts.show_readings(trainer)
         model, data = parts.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
             _write_config(config, folder, say, faults)

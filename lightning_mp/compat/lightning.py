@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections import OrderedDict
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -244,3 +245,28 @@ def mesh_of(strategy: ModelParallelStrategy) -> Any:
 def set_mesh(module: LightningModule, mesh: Any) -> None:
     """Make ``mesh`` the module's ``device_mesh``."""
     cast("Any", module)._device_mesh = mesh
+
+
+# ------------------------------------------------------------------ what a Trainer prints
+
+
+def tidy_output(trainer: Any) -> Callable[[], None]:
+    """Leave out what says nothing under a plan; returns what undoes it.
+
+    The model summary warns that it cannot size a mixed precision (``ModelSummary.__init__``), and the rich bar of a run
+    without a limit of epochs counts them up to -2 (``RichProgressBar._get_train_description``).
+    """
+    warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
+    added, bar = warnings.filters[0], trainer.progress_bar_callback
+    described: Any = getattr(bar, "_get_train_description", None)
+    endless = described is not None and trainer.max_epochs == -1
+    if endless:
+        bar._get_train_description = lambda epoch: described(epoch).replace("/-2", "")
+
+    def undo() -> None:
+        with suppress(ValueError):  # whoever set filters of its own has dropped it
+            cast("list[Any]", warnings.filters).remove(added)
+        if endless:
+            del bar._get_train_description
+
+    return undo

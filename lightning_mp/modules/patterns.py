@@ -110,7 +110,7 @@ def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
         for word in (name.rpartition(".")[2], original_class(module).__name__, name)
     )
     here = f"choose among the modules here: {', '.join(list(words)[:5])}"
-    fix = did_you_mean(pattern.strip("*."), words, here)
+    fix = did_you_mean(pattern.strip("*."), [NORMS, *words], here)
     faults.add(f"{what} {pattern!r}, which matches no module", fix)
 
 

@@ -74,8 +74,8 @@ def to_json(findings: Sequence[Finding]) -> str:
     return json.dumps([finding.to_dict() for finding in findings], indent=2, ensure_ascii=False)
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings, most severe first."""
+def show(findings: Sequence[Finding], console: Console, rules: int) -> None:
+    """Print the findings, most severe first, and of how many ``rules`` they come."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -85,4 +85,5 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         text = f"what: {finding.what}\nwhy: {finding.why}\nfix: {finding.fix}"
         console.print(Padding(Text(text), (0, 0, 0, 2)))
     counts = [f"{sum(f.severity == severity for f in findings)} {severity}" for severity in reversed(_EXIT)]
-    console.print(f"{len(findings)} found: {', '.join(counts)}" if findings else "nothing found")
+    said = f"{len(findings)} found: {', '.join(counts)}" if findings else "nothing found"
+    console.print(f"{rules} rules, {said}", highlight=False)

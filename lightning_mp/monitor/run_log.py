@@ -11,7 +11,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -49,6 +49,24 @@ IN_MEMORY = 1000
 EVENT_COUNT = "health/events"
 
 
+def show_alert(writer: str, event: Event) -> None:
+    """On a terminal a panel, yellow or red: what, why, what to do; elsewhere, or where logging is set up, one line."""
+    if not sys.stderr.isatty() or _LOGGER.hasHandlers():
+        _LOGGER.warning("%s: %s", writer, event)
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    colour = "red" if event.severity == "error" else "yellow"
+    what = str(replace(event, cause="", advice=""))
+    lines = {"what": what, "why": event.cause, "do": event.advice}
+    text = Text("\n").join(Text.assemble((f"{name:5}", "bold"), said) for name, said in lines.items() if said)
+    Console(stderr=True).print(
+        Panel(text, title=f"{writer}: {event.severity}", border_style=colour, title_align="left")
+    )
+
+
 def is_fresh(trainer: Trainer) -> bool:
     """Whether a run begins, rather than resumes from a checkpoint or follows an earlier fit."""
     return trainer.ckpt_path is None and trainer.global_step == 0
@@ -80,6 +98,8 @@ def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | N
     if refused is not None:
         raise refused
     if run_dir is None and path is not None:
+        if trainer not in _paths:
+            rank_zero_info(f"readings, events and the report of this run: {path}")
         _paths[trainer] = path
     if folder is not None:
         write_run(folder, trainer, "running")
@@ -278,7 +298,7 @@ class RunLog:
             self._folder.event(event)
         log(trainer, {f"{EVENT_COUNT}/{event.kind}": float(self._counts[event.kind])}, logged_step(trainer))
         if event.is_alert and trainer.is_global_zero:
-            _LOGGER.warning("%s: %s", self._writer, event)
+            show_alert(self._writer, event)
         else:
             rank_zero_info(f"{self._writer}: {event}")
 

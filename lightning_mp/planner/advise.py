@@ -21,6 +21,7 @@ _LARGEST_MICRO_BATCH = 64
 _DEGREES = tuple(2**power for power in range(13))
 #: Faster by less than this, a layout with more parts is not worth them.
 _MARGIN = 1.03
+RANKED = f"Ranked by speed; of layouts within {_MARGIN - 1:.0%} the one with fewer kinds of parallelism comes first."
 #: the counts of GPUs that are tried where a model does not fit
 _MOST_GPUS = 65536
 _CAUSAL_LM = "lightning_mp.demo.language_model.CausalLM"

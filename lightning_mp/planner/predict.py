@@ -204,12 +204,14 @@ def fits(
     plan: MixedPrecisionPlan,
     memory: float,
     strategy: Callable[[MixedPrecisionPlan], Any] = lambda _: "auto",
+    known: MemoryPrediction | None = None,
     **run: Any,
 ) -> Iterator[Fit]:
     """Each way of checkpointing, the one that recomputes least first, on a device of ``memory`` bytes.
 
     Other ways than the plan's own are for its modules, or else for the blocks that a transformers model names.
-    ``strategy`` makes the strategy for a plan; ``run`` goes to ``predict_memory``.
+    ``strategy`` makes the strategy for a plan; ``known`` is what was predicted for ``plan`` and ``batch`` already;
+    ``run`` goes to ``predict_memory``.
     """
     own, given = plan.policy.checkpointing, rows_of(batch)
     named = {name for inner in module.modules() for name in block_classes(inner)}
@@ -229,7 +231,7 @@ def fits(
 
             return predict_memory(module, mapped(of, batch), there, strategy=strategy(there), **run)
 
-        found = predict(given)
+        found = known if known is not None and recomputed == own else predict(given)
         yield Fit(mode, found, most_rows(lambda rows: predict(rows).peak_bytes, memory, given, found))
 
 
@@ -242,6 +244,8 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
         if high - low <= 1:
             break
         line = int(guess * (memory - held) / max(size - held, 1))
+        if line > 2 * MOST_ROWS:  # far from the limit: not worth another trace
+            return MOST_ROWS
         guess = min(max(line, low + 1), high - 1)
         size = peak(guess)
     return low

@@ -52,6 +52,7 @@ ARGUMENTS = {
     "gone.yaml": ("'gone.yaml', which is no file", "check the path"),
     "plan=fp32,bf16": ("Ambiguous value for argument 'plan=fp32,bf16'", ""),
     "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
+    "strategy=fsdp3": ("Could not find 'strategy/fsdp3'", "'fsdp2'"),
     "trainer=3": ("Could not find 'trainer/3'", "--config-dir"),
     "max_steps=10": ("Could not override 'max_steps'", "+key=value"),
     "trainer.max_stps=1": ("trainer.max_stps", "'max_steps'"),

@@ -13,12 +13,15 @@ import torch
 import yaml
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import RichProgressBar
 from typer.testing import CliRunner
 
-from lightning_mp import MixedPrecisionPlan
+from lightning_mp import LossScaling, MixedPrecisionPlan
+from lightning_mp.callbacks import TrainingHealth
 from lightning_mp.cli import app
+from lightning_mp.cli.parts import show_readings
 from support.running import trainer
-from support.training import PLAIN, QUICK, losses, readings, run, write
+from support.training import PLAIN, QUICK, Net, loader, losses, readings, run, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +35,25 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(folder: str | Path) -> dict[str, Any]:
     return yaml.safe_load((Path(folder) / "config.yaml").read_text())
+
+
+def test_the_bar_shows_the_loss_and_the_scale(tmp_path: Path) -> None:
+    health = TrainingHealth(run_dir=tmp_path)
+    plan = MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling(init_scale=64.0))
+    fitted = trainer(plugins=[plan], callbacks=[health, RichProgressBar()], max_steps=2, enable_progress_bar=True)
+    show_readings(fitted)
+    module = Net(4)
+    fitted.fit(module, loader(12))
+    bar = fitted.progress_bar_callback
+    assert bar is not None
+    shown = bar.get_metrics(fitted, module)
+    assert (shown["scale"], shown["loss"]) == ("64", f"{health.rows[-1]['train/loss']:.4g}")
+
+
+def test_more_processes_than_a_cpu_can_hold_are_refused_before_one_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    result = CliRunner().invoke(app, ["audit", "experiment=llama_tiny", "plan=fp32", "trainer.devices=999"])
+    assert result.exit_code == 2
+    assert "trainer.devices=999, processes on" in result.stderr
 
 
 # ---------------------------------------------------------------------- every file of the package runs

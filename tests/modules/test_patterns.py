@@ -14,6 +14,12 @@ from lightning_mp.modules.patterns import matches, no_match
 LINEAR, NORM = nn.Linear(2, 2), nn.LayerNorm(2)
 
 
+def test_the_word_for_norms_is_offered() -> None:
+    faults = Faults()
+    no_match("Normm", nn.Sequential(LINEAR, NORM), "pin", faults)
+    assert "'norms'" in faults.found[0].fix
+
+
 @pytest.mark.parametrize(
     ("pattern", "name", "module", "found"),
     [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp import MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
+from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.run_folder import RunFolder
-from lightning_mp.monitor.run_log import open_folder
+from lightning_mp.monitor.run_log import open_folder, show_alert
 from support.models import Regression, batches
 from support.ranks import in_a_process
 from support.running import fit
+from support.terminal import Terminal
 
 QUIET: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 #: what a user may have called a file of their own
@@ -104,6 +107,30 @@ def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
     with pytest.raises(PlanError, match="is not a local folder"):
         fit(Regression(), callbacks=[Writes("s3://bucket/run")], max_steps=2)
     assert not [*in_folder.glob("s3:*"), *in_folder.glob("memory:*")]
+
+
+def test_the_folder_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = [Writes(), TrainingHealth(report=False)]
+    with caplog.at_level("INFO"):
+        fit(Regression(), callbacks=callbacks, max_steps=2, default_root_dir=tmp_path)
+    assert caplog.text.count(f"report of this run: {tmp_path / 'lightning_mp_run'}") == 1
+
+
+ALERT = Event(step=5, kind="scale_collapse", severity="error", cause="an overflow", advice="pin the head")
+
+
+def test_an_alert_is_a_panel_on_a_terminal_and_a_line_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    show_alert("TrainingHealth", ALERT)
+    assert f"TrainingHealth: {ALERT}" in caplog.text
+    monkeypatch.setattr(logging.getLogger("lightning_mp"), "hasHandlers", lambda: False)  # pytest has its own
+    with Terminal(80) as terminal:
+        show_alert("TrainingHealth", ALERT)
+    lines = [line.strip("│ ").rstrip() for line in terminal.text.splitlines()]
+    assert lines[0].startswith("╭─ TrainingHealth: error ─")
+    assert lines[1:4] == ["what step 5: scale collapse", "why  an overflow", "do   pin the head"]
+    assert {len(line) for line in terminal.text.splitlines()} == {80}
 
 
 # ---------------------------------------------------------------------- again, and resumed

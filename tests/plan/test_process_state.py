@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from torch._functorch import config as functorch_config
 
 from lightning_mp import MixedPrecisionPlan, PlanError, callbacks
@@ -163,3 +165,27 @@ def test_tf32_that_a_newer_switch_has_set_is_refused_before_the_run(owner: str, 
     text, untouched = pristine(_after_a_newer_switch, owner)
     assert "torch.backends.fp32_precision, or that of a backend, was set" in text
     assert untouched
+
+
+class Described(RichProgressBar):
+    """Notes what its bar says in front while it is drawn."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.said = self._get_train_description(0).strip()
+
+
+def test_a_run_without_a_limit_of_epochs_counts_no_further_than_it_is_and_leaves_no_filter() -> None:
+    with warnings.catch_warnings():
+        before, bar = list(warnings.filters), Described()
+        fit(
+            Regression(),
+            plugins=[MixedPrecisionPlan("bf16-mixed")],
+            callbacks=[bar],
+            enable_progress_bar=True,
+            max_steps=2,
+            max_epochs=-1,
+        )
+        assert list(warnings.filters) == before
+    assert bar.said == "Epoch 0"
+    assert "_get_train_description" not in vars(bar)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_mp.planner.memory import HELD, STRATEGIES, held
 from lightning_mp.planner.shape import PRECISIONS
 from lightning_mp.policy.hardware import GPUS
 from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
+from support.terminal import Terminal
 
 SEVEN = ModelShape.of_size(7e9, seq_len=4096)
 
@@ -221,6 +223,19 @@ def test_the_command_prints_json_and_what_is_wrong(tmp_path: Path) -> None:
         assert f"--config {tmp_path / name}: " in CliRunner().invoke(
             app, ["advise", "--config", str(tmp_path / name)]
         ).output.replace("\n", "")
+
+
+def test_a_narrow_terminal_shows_the_ranking_and_its_reason() -> None:
+    command = ["advise", "--params", "7b", "--tokens", "15t"]
+    wide = CliRunner().invoke(app, command).output
+    assert "Ranked by speed" in wide
+    assert "15T tokens: 2,062 days (1,458 to 2,917)" in wide
+    assert re.search(r"^ *1 .* 10,523 +7,441 to 14,882 +46.4%", wide, re.MULTILINE)
+    with Terminal(80) as narrow:
+        app(command, standalone_mode=False)
+    (row,) = re.findall(r"^ *1 .*", narrow.text, re.MULTILINE)
+    assert row.split()[-1] == "10,523"
+    assert max(map(len, narrow.text.splitlines())) <= 80
 
 
 def test_the_file_names_the_architecture_of_a_transformers_config(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
+from lightning_mp.preflight.checks import CHECKS
 
 HEALTHY = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
@@ -40,7 +41,7 @@ def _refusal(*arguments: object) -> str:
 def test_a_healthy_run_ends_with_0(config: Path) -> None:
     result = _run(config)
     assert result.exit_code == 0
-    assert result.output == "nothing found\n"
+    assert result.output == f"{len(CHECKS)} rules, nothing found\n"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_the_list_reads_what_why_do(config: Path) -> None:
     assert lines[1].startswith("what: ")
     assert any(line.startswith("why: ") for line in lines)
     assert any(line.startswith("fix: use '16-mixed'") for line in lines)
-    assert lines[-1] == "2 found: 0 error, 2 warning, 0 info"
+    assert lines[-1] == f"{len(CHECKS)} rules, 2 found: 0 error, 2 warning, 0 info"
 
 
 def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +85,10 @@ def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "run.yaml"
     path.write_text("defaults: [{plan: fp32}, {strategy: fsdp2}, _self_]\nmodel: {_target_: beside.net}\n")
     monkeypatch.delitem(sys.modules, "beside", raising=False)
-    assert _run(path).output == "nothing found\n"
+    assert _run(path).output == f"{len(CHECKS)} rules, nothing found\n"
     assert "LMP001" in _run(path, "plan=ours", "--config-dir", tmp_path / "conf").stdout
     assert "Could not find 'plan/ours'" in _refusal(path, "plan=ours")
-    assert _run("experiment=llama_tiny", "plan=fp16").output == "nothing found\n"
+    assert _run("experiment=llama_tiny", "plan=fp16").output == f"{len(CHECKS)} rules, nothing found\n"
 
 
 # ------------------------------------------------------------------ bad input

@@ -216,7 +216,7 @@ SETUPS: dict[str, Setup] = {
         elsewhere=("compare experiment",),
     ),
     "docs/how-to/plan-a-run.md": Setup(
-        prepare=config_json, status={"advise --params 70e9": 2}, slow=("advise experiment",)
+        prepare=config_json, status={"advise --params 70b": 2}, slow=("advise experiment",)
     ),
     "docs/how-to/hydra.md": Setup(
         prepare=a_run,
