@@ -138,7 +138,7 @@ def _show_memory(prediction: MemoryPrediction, title: str) -> None:
     for name, size in (*sorted(prediction.parts.items(), key=lambda part: -part[1]), ("peak", prediction.peak_bytes)):
         table.add_row(name.replace("_", " "), in_bytes(size), f"{size / max(prediction.peak_bytes, 1):.0%}")
     console().print(title, table, sep="\n", highlight=False)
-    typer.echo("".join(f"{note}.\n" for note in (f"By: {prediction.method}", *prediction.notes)))
+    typer.echo("\n".join([f"By: {prediction.method}", *prediction.notes]))
 
 
 def _count(given: Any, faults: Faults) -> int:

@@ -258,9 +258,9 @@ def tidy_output(trainer: Any) -> Callable[[], None]:
     """
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     added, bar = warnings.filters[0], trainer.progress_bar_callback
-    described: Any = getattr(bar, "_get_train_description", None)
-    endless = described is not None and trainer.max_epochs == -1
+    endless = hasattr(bar, "_get_train_description") and trainer.max_epochs == -1
     if endless:
+        described = bar._get_train_description
         bar._get_train_description = lambda epoch: described(epoch).replace("/-2", "")
 
     def undo() -> None:
