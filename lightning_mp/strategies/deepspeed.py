@@ -44,7 +44,7 @@ from lightning_mp.compat.torch import INNER_SCHEDULERS, load_own_tensors
 from lightning_mp.deepspeed_config import merge
 from lightning_mp.deepspeed_config.read import load_json
 from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.zero import ZeroEngine
+from lightning_mp.engines.zero import ZeroEngine, refuse
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
 from lightning_mp.modules import half_weights
 from lightning_mp.modules.pins import PinMap
@@ -52,6 +52,7 @@ from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.checkpoint_io import PlanStrategy, set_learning_rates
 from lightning_mp.strategies.common import plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.sharding import share_buffers
 
 Json = Mapping[str, Any] | str | PathLike[str]
 
@@ -312,6 +313,13 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def on_train_end(self) -> None:
         """The last batch's hooks may have changed weights too."""
         self._engine.check_weights()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Rank 0's, as under DDP: the model is evaluated with what is saved."""
+        share_buffers(self._user_module, self.root_device)
+
+    on_validation_start = on_test_start = on_predict_start = _share_buffers
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -320,7 +328,17 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save through DeepSpeed; schedulers as if no param group had been split."""
+        """Save through DeepSpeed; schedulers as if no param group had been split.
+
+        Raises:
+            RuntimeError: under stage 3, after an evaluation outside of a fit.
+        """
+        if self.deepspeed_engine.checkpoint_engine is None:
+            refuse(
+                "trainer.save_checkpoint() after trainer.validate() or test() with ZeRO-3, whose engine then has no "
+                "optimizer to save",
+                "save before it, or by ModelCheckpoint in the fit",
+            )
         came_from = self._came_from
         first = [came_from.index(group) for group in range(len(set(came_from)))]
         for state in checkpoint.get("lr_schedulers", ()) if len(first) < len(came_from) else ():
@@ -346,6 +364,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return checkpoint
 
     def reads(self, path: Any) -> bool:
+        if self._stage == 3 and self._user_module.trainer.state.fn != TrainerFn.FITTING:
+            return False  # an engine without an optimizer takes whole weights only
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
         flat = [group for zero in self.optimizers if self._stage < 3 for group in trained_groups(zero)]

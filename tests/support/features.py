@@ -297,6 +297,14 @@ class Routed(Net):
 # ---------------------------------------------------------------------- by hand
 
 
+class Normed(Net):
+    """Statistics are those of each rank's rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.middle = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.GELU())
+
+
 class Manual(Net):
     """``backward`` is torch's own, or Lightning's; a step is made every ``window`` batches."""
 
@@ -360,6 +368,34 @@ def best_checkpoint_tested(host: Host) -> dict[str, Any]:
     module, trainer = Net(), host.trainer(callbacks=[best], enable_checkpointing=True)
     trainer.fit(module, data(), data(2))
     return left(trainer, module) | {"test": trainer.test(module, data(2), ckpt_path="best", verbose=False)[0]}
+
+
+def saved_weights_tested(host: Host) -> dict[str, Any]:
+    """Weights alone, in a Trainer and a module of their own."""
+    saves = callbacks.ModelCheckpoint(dirpath=host.folder / "weights", save_weights_only=True)
+    trainer = host.trainer(callbacks=[saves], enable_checkpointing=True)
+    trainer.fit(Net(), data())
+    module, again = Net(), host.trainer()
+    return {"test": again.test(module, data(2), ckpt_path=saves.best_model_path, verbose=False)[0]}
+
+
+def saved_after_validation(host: Host) -> dict[str, Any]:
+    module, trainer = Net(), host.trainer()
+    trainer.fit(module, data())
+    trainer.validate(module, data(2), verbose=False)
+    trainer.save_checkpoint(host.folder / "late.ckpt")
+    return left(trainer, module)
+
+
+def batch_norm_evaluated(host: Host) -> dict[str, Any]:
+    """How far the statistics that the model is evaluated with are from those that are saved."""
+    saves = callbacks.ModelCheckpoint(dirpath=host.folder / "norm", save_last=True)
+    module, trainer = Normed(), host.trainer(callbacks=[saves], enable_checkpointing=True)
+    trainer.fit(module, data(), data(2))
+    live = float(trainer.callback_metrics["val_loss"])
+    tested = trainer.test(module, data(2), verbose=False)[0]["test_loss"]
+    saved = trainer.test(module, data(2), ckpt_path=saves.last_model_path, verbose=False)[0]["test_loss"]
+    return {"apart": [live - saved, tested - saved]}
 
 
 def fit_twice(host: Host) -> dict[str, Any]:
@@ -448,6 +484,9 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "batch_size_scaler": batch_size_scaler,
     "evaluated": evaluated,
     "best_checkpoint_tested": best_checkpoint_tested,
+    "saved_weights_tested": saved_weights_tested,
+    "saved_after_validation": saved_after_validation,
+    "batch_norm_evaluated": batch_norm_evaluated,
     "fit_twice": fit_twice,
     "early_stopping": early_stopping,
 }
