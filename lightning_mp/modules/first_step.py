@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, calling_frame, in_backward
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.half_weights import multiplies, other_use, reads_no_value, users_line
+from lightning_mp.modules.patterns import has_own_forward
 from lightning_mp.modules.pins import PinMap, PinnedModule, in_pinned_forward, is_pinned
 from lightning_mp.numerics.dtypes import HALF, dtype_name, floating_in, to_torch
 
@@ -152,10 +153,11 @@ class FirstStep(TorchDispatchMode):
 
     def _past_pin(self, source: _Source, how: str, name: str) -> PlanError:
         member = source.member
+        call = f"call {member.name!r} there, " if has_own_forward(member.module) else ""  # a ParameterDict has none
         return PlanError.of(
             f"{member.name}.{source.key} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and something "
             f"outside of that module's forward computes with it {how} ({name}{users_line()})",
-            f"call {member.name!r} there, pin the module around it, compute there with autocast off, or remove the pin",
+            f"{call}pin the module around it, compute there with autocast off, or remove the pin",
         )
 
     def _clash(self, source: _Source, given: list[Tensor], name: str) -> PlanError:

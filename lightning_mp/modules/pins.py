@@ -248,6 +248,8 @@ class PinnedForward(Swapped):
             else:
                 with _inside(pin.dtype):
                     output = run(*args, **kwargs)
+                    if isinstance(output, nn.Parameter):  # from here on an activation, which autocast may cast
+                        output = output.view_as(output)
         wanted = pin.output if pin.weighted and came_in == pin.dtype else came_in or pin.output
         return cast_within_range(output, wanted) if entry and wanted is not None else output
 

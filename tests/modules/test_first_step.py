@@ -48,7 +48,7 @@ def first_step(root: nn.Module, pins: dict[str, str], mode: str, x: Any = X) -> 
 
 
 class Tokens(nn.Module):
-    """Gives its parameter itself, for every row."""
+    """Gives its parameter, for every row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +56,13 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.token.expand(len(x), -1)
+
+
+class Prototypes(Tokens):
+    """Gives its parameter itself."""
+
+    def forward(self) -> Tensor:
+        return self.token
 
 
 class Shared(nn.Module):
@@ -85,6 +92,13 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
+def hooked() -> nn.Linear:
+    """Its own hook multiplies with its weight, as power iterations do."""
+    layer = linear()
+    layer.register_forward_pre_hook(lambda module, _: (module.weight @ module.weight.t(), None)[1])
+    return layer
+
+
 #: forward → the parts it has; each is pinned as ``inner``
 HEALTHY: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
     "called": (lambda self, x: self.head(self.inner(x)), linear),
@@ -97,6 +111,7 @@ HEALTHY: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
     "added": (lambda self, x: self.head((x + self.inner.weight[0]).to(x.dtype)), linear),
     "a penalty on weights": (lambda self, x: self.head(x) + self.inner.weight.square().mean(), linear),
     "a penalty on gradients": (_penalty, linear),
+    "its own hook": (lambda self, x: self.head(self.inner(x)), hooked),
     "spectral_norm": (lambda self, x: self.head(self.inner(x)), lambda: nn.utils.spectral_norm(linear())),
     "spectral_norm, parametrized": (
         lambda self, x: self.head(self.inner(x)),
@@ -106,6 +121,7 @@ HEALTHY: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
         lambda self, x: self.head(self.inner(x)),
         lambda: nn.utils.parametrizations.weight_norm(linear()),
     ),
+    "prototypes": (lambda self, x: self.head(x @ self.inner().to(x.dtype).t() * x), Prototypes),
     "tokens": (lambda self, x: self.head(self.inner(x).to(x.dtype)), Tokens),
     "a table of queries": (
         lambda self, x: self.head(self.inner.weight.expand(len(x), -1).to(x.dtype)),
