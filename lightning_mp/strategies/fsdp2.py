@@ -50,6 +50,7 @@ from lightning_mp.strategies.sharding import (
     Wrap,
     broadcast_from_first,
     cannot_initialise,
+    check_compiled,
     materialize,
     shard,
     share_buffers,
@@ -267,6 +268,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         cut = units(module, self._wrap, engine.pin_map, stored, faults, together=engine.policy.storage_dtype)
         if self._tensor_parallel > 1:
             split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
+        if self.sharding.compile:
+            check_compiled(module, cut, engine.recomputed, faults)
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
             check_fp8_gather(self.sharding, self._tensor_parallel, faults)
         cannot_initialise(module, faults)

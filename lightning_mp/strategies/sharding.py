@@ -192,6 +192,21 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
             )
 
 
+def check_compiled(root: nn.Module, cut: Units, recomputed: Iterable[nn.Module], faults: Faults) -> None:
+    """Note a unit within a checkpointed part of a block that is to be compiled.
+
+    A gather breaks the graph, and dynamo runs a checkpointed region whose graph breaks in eager mode, the whole frame.
+    """
+    compiled, inner = {part for block in cut.blocks for part in block.modules()}, set(cut.inner) - set(cut.blocks)
+    within = {part for module in recomputed if module in compiled for part in module.modules()}
+    gathered = next((name for name, module in named_submodules(root) if module in inner & within), None)
+    if gathered is not None:
+        faults.add(
+            f"compile=True with checkpointing of a block in which {gathered!r} is a shard unit of its own",
+            "leave out compile=True or checkpointing, or pin under a mixed mode, where no pin to fp32 is a unit",
+        )
+
+
 # ------------------------------------------------------------------ weights that every rank has alike
 
 

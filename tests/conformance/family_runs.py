@@ -19,7 +19,7 @@ from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict
 from conformance.local import bits
 from conformance.plain import DTYPES, apart
 from conformance.rows import MOVE, SCALE, FamilyRow, Policy
-from conformance.strategies import trainer_arguments
+from conformance.strategies import plain, trainer_arguments
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import default_dtype
@@ -205,7 +205,7 @@ def run_cell(strategy: str, row: FamilyRow, rates: Sequence[float]) -> Outcome:
 
     learner, outcome = Learner(row.of, rates), Outcome()
     try:
-        arguments = trainer_arguments(strategy, row.plan(), **row.of.ddp)
+        arguments = trainer_arguments(strategy, row.plan(), **(row.of.ddp if plain(strategy) == "ddp" else {}))
         data = DataLoader(_batches(row.of), batch_size=None)  # type: ignore[arg-type]
         fit(learner, data=data, **arguments)
         outcome.ended = {name: _whole(tensor) for name, tensor in _tensors(learner.model).items()}

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from conformance import family_runs, judge, plain
-from conformance.cells import Cell, run_cell
+from conformance import compiled, family_runs, judge, plain
+from conformance.cells import run_cell
 from conformance.judge import Verdict
 from conformance.observe import Run
-from conformance.rows import ROWS, FamilyRow
+from conformance.rows import ROWS, CompiledRow, FamilyRow
 from conformance.strategies import TIMEOUT, environment, world
 from support.ranks import Call, RankError, Ranks
 
@@ -28,11 +28,13 @@ Key = tuple[str, str]
 References = dict[str, Any]
 
 
-def on_a_rank(strategy: str, row: str, folder: Path, rates: tuple[float, ...]) -> Cell | family_runs.Outcome:
+def on_a_rank(strategy: str, row: str, folder: Path, rates: tuple[float, ...]) -> Any:
     """A cell on this rank; ``rates``, of a family, are the learning rates of its plain loop."""
     if world(strategy) > 1 and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TIMEOUT)  # every strategy then uses this group
     of = ROWS[row]
+    if isinstance(of, CompiledRow):
+        return compiled.run_cell(strategy, of)
     return (
         family_runs.run_cell(strategy, of, rates) if isinstance(of, FamilyRow) else run_cell(strategy, row, str(folder))
     )
@@ -83,14 +85,14 @@ def column(
     """The cells of one strategy by row; ``references`` keeps the plain loops that were run."""
     folder = Path(tempfile.mkdtemp(prefix=f"conformance-{strategy}-"))
     verdicts: dict[str, Verdict] = {}
-    missing = [name for name in names if name not in references]
+    missing = [name for name in names if name not in references and not isinstance(ROWS[name], CompiledRow)]
     try:
         with Ranks(1) as one:
             references |= {name: _reference(one, name) for name in missing}
         with Ranks(world(strategy), environment=environment(strategy)) as ranks:
             for name in names:
                 start = time.monotonic()
-                verdicts[name] = _cell(ranks, strategy, name, references[name], folder / f"{len(verdicts)}")
+                verdicts[name] = _cell(ranks, strategy, name, references.get(name), folder / f"{len(verdicts)}")
                 if progress is not None:
                     progress(strategy, name, verdicts[name], time.monotonic() - start)
     finally:
@@ -118,7 +120,9 @@ def _cell(ranks: Ranks, strategy: str, name: str, reference: Any, folder: Path) 
         return Verdict(judge.FAILED, [str(error)])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(row, FamilyRow):
+    if isinstance(row, CompiledRow):
+        verdict = compiled.judge(strategy, row, cells)
+    elif isinstance(row, FamilyRow):
         verdict = family_runs.judge(row, cells, reference)
     else:
         verdict = judge.judge(strategy, row, cells, reference[world(strategy)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
@@ -142,6 +142,49 @@ class FamilyRow:
         )
 
 
+@dataclass(frozen=True)
+class CompiledRow:
+    """A small model, what of it is compiled, by which backend, and its plan."""
+
+    way: str
+    backend: str
+    mode: str
+    pins: str = ""
+    checkpointing: bool = False
+    watched: bool = False
+
+    @property
+    def name(self) -> str:
+        """``module.compile() aot_eager: 16-mixed+norms+ckpt+watched``."""
+        marks = [self.pins, "ckpt" * self.checkpointing, "watched" * self.watched]
+        return f"{self.way} {self.backend}: {'+'.join([self.mode, *filter(None, marks)])}"
+
+    @property
+    def tolerance(self) -> float:
+        """How far losses and gradients may be from those in eager mode, of the largest number.
+
+        ``aot_eager`` runs the same operators. Inductor adds up in another order, and does not round to half precision
+        between what it fuses: some roundings of the format that is computed in.
+        """
+        if self.backend == "aot_eager":
+            return 0.0
+        in_fp32 = self.mode == "32-true" or (self.pins == "all" and self.mode.endswith("-mixed"))
+        half = {"fp8-mixed": 2**-3, "16-mixed": 2**-10, "16-true": 2**-10}.get(self.mode, 2**-7)
+        return 16 * (2**-23 if in_fp32 else half)
+
+    def plan(self) -> Any:
+        """Of this row; its loss scale overflows in the first step, and in no other."""
+        from lightning_mp import FP8, LossScaling, MixedPrecisionPlan
+
+        return MixedPrecisionPlan(
+            self.mode,
+            pins={"": None, "norms": {"norms": "fp32"}, "all": {"*": "fp32"}}[self.pins],
+            checkpointing="Block" if self.checkpointing else None,
+            loss_scaling=LossScaling(init_scale=2.0**30, backoff_factor=2.0**-20) if self.mode[:2] == "16" else None,
+            fp8=FP8(emulate=True, small="convert") if self.mode.startswith("fp8") else None,
+        )
+
+
 PLAN = {name: Row(policy) for name, policy in POLICIES.items()}
 #: SAM takes a gradient twice, which loss scaling refuses
 OPTIMIZERS = {f"{by} 16-mixed": Row(POLICIES["16-mixed"], by=by) for by in STEPPERS}
@@ -152,7 +195,21 @@ FAMILY_ROWS = {
     for policy in POLICIES.values()
     if not (policy.pins and policy.checkpointing)
 }
-ROWS: dict[str, Row | FamilyRow] = {**PLAN, **OPTIMIZERS, **FAMILY_ROWS}
+#: what is compiled: the LightningModule, or each block, in torch's two ways
+WAYS = ("torch.compile(module)", "module.compile()", "torch.compile(block)", "block.compile()")
+COMPILED_ROWS = {
+    row.name: row
+    for backend in ("aot_eager", "inductor")
+    for way in WAYS
+    for mode in (*MODES, "fp8-mixed")
+    for pins in ("", "norms", "all")
+    for checkpointing in (False, True)
+    for watched in (False, True)
+    for row in [CompiledRow(way, backend, mode, pins, checkpointing, watched)]
+    # nothing is left for FP8; and a graph of inductor's takes seconds, while the callbacks watch FP8 alone from inside
+    if not (mode == "fp8-mixed" and pins == "all") and not (backend == "inductor" and watched and mode != "fp8-mixed")
+}
+ROWS: dict[str, Row | FamilyRow | CompiledRow] = {**PLAN, **OPTIMIZERS, **FAMILY_ROWS, **COMPILED_ROWS}
 
 #: table → its rows, its columns
 _HOSTS = tuple(strategy for strategy in STRATEGIES if "@" not in strategy and strategy != "pipeline")
@@ -160,6 +217,7 @@ TABLES = {
     "plan": (tuple(PLAN), STRATEGIES),
     "families": (tuple(FAMILY_ROWS), ("single", "ddp", "fsdp2", "deepspeed_zero2")),
     "optimizers": (tuple(OPTIMIZERS), _HOSTS),
+    "compiled": (tuple(COMPILED_ROWS), ("single", "ddp", "fsdp2")),
 }
 
 
@@ -173,6 +231,8 @@ def _pairs(cell: Key) -> set[Pair]:
     """Every two of what a cell is made of, in each table; of optimizers the row and the column, of families each."""
     strategy, name = cell
     row = ROWS[name]
+    if isinstance(row, CompiledRow):
+        return {(("compiled", True), *pair) for pair in combinations({"strategy": strategy, **asdict(row)}.items(), 2)}
     policy = {"mode": row.policy.mode, "pins": row.policy.pins, "checkpointing": row.policy.checkpointing}
     values: dict[str, object] = {"strategy": strategy, **policy}
     if isinstance(row, FamilyRow):

@@ -52,15 +52,15 @@ def world(strategy: str) -> int:
     return 1 if strategy == "single" else 2
 
 
-def trainer_arguments(strategy: str, plan: Any, **ddp: Any) -> dict[str, Any]:
-    """What a Trainer needs to run ``plan`` under ``strategy``, DDP with these options."""
+def trainer_arguments(strategy: str, plan: Any, **options: Any) -> dict[str, Any]:
+    """What a Trainer needs to run ``plan`` under ``strategy``, DDP and FSDP2 with these options."""
     assert used() == host(strategy), "the process imported the other copy of Lightning"
     shared = {"plugins": [plan], "devices": world(strategy), "use_distributed_sampler": False}
     if strategy == "single":
         return shared
     # one node has one replica by default: with two, gradients are summed over both mesh dimensions
     # a stage a process; a micro-batch is what another strategy's rank has of a batch
-    own = {"hsdp": {"device_mesh": (2, 1)}, "ddp": ddp, "pipeline": {"microbatches": MICROBATCHES}}.get(
-        plain(strategy), {}
-    )
+    own: dict[str, Any] = {
+        "hsdp": {"device_mesh": (2, 1)}, "pipeline": {"microbatches": MICROBATCHES}, "ddp": options, "fsdp2": options,
+    }.get(plain(strategy), {})  # fmt: skip
     return {**shared, "strategy": make_strategy(plain(strategy), plan, timeout=TIMEOUT, **own)}

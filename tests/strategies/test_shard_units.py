@@ -149,3 +149,21 @@ def test_nothing_is_changed() -> None:
 def test_what_is_in_a_pinned_sequential_is_a_unit_each_for_code_may_never_call_the_container() -> None:
     root = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(Block())), "head": Block()})
     assert cut(root, "head", {"stem": "fp32"}) == (["head"], ["stem.2.0", "stem.0", "head"])
+
+
+@pytest.mark.parametrize(
+    ("pinned", "recomputed", "refused"),
+    [
+        ({"norm": "fp32"}, "layers.0", True),
+        ({"norm": "fp32"}, "layers", False),  # around what is compiled
+        ({"norm": "fp32"}, "layers.0.up", False),
+        ({"head": "fp32"}, "layers.0", False),
+        ({}, "layers.0", False),
+    ],
+)
+def test_a_unit_in_a_checkpointed_part_is_not_compiled(pinned: dict[str, str], recomputed: str, refused: bool) -> None:
+    """``compile=True``, of which nothing would be left there."""
+    root, faults = Model(), Faults()
+    found = _units(root, Block, pinned, torch.bfloat16, faults)[0]
+    sharding.check_compiled(root, found, [root.get_submodule(recomputed)], faults)
+    assert ["'layers.0.norm'" in fault.given for fault in faults.found] == [True] * refused

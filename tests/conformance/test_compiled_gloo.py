@@ -1,0 +1,57 @@
+"""Compiled runs are the eager runs: a part of the table that ``make conformance`` runs whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import compiled, matrix
+from conformance.judge import DIFFERS, REFUSED, SAME
+from conformance.rows import COMPILED_ROWS, TABLES, choose
+from conformance.strategies import world
+from support.ranks import Call, Ranks
+
+ROWS, STRATEGIES = TABLES["compiled"]
+
+
+def _sample(backend: str) -> list[tuple[str, str]]:
+    """Cells in which every two of strategy, way, mode, pins, checkpointing and callbacks occur."""
+    rows = [row for row in ROWS if COMPILED_ROWS[row].backend == backend]
+    return choose([(strategy, row) for strategy in STRATEGIES for row in rows], "compiled")
+
+
+def _cells() -> Iterator[Any]:
+    """A graph of inductor's takes seconds, and FP8 is emulated in many operators."""
+    quick = ("single", "block.compile() inductor: bf16-mixed+all")
+    for cell in (quick, *_sample("aot_eager"), *_sample("inductor")):
+        slow = cell != quick and ("inductor" in cell[1] or ("fp8" in cell[1] and world(cell[0]) > 1))
+        yield pytest.param(*cell, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    """One process, and two."""
+    with Ranks(1) as one, Ranks(2) as two:
+        yield {1: one, 2: two}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("strategy", "name"), [*_cells()])
+def test_a_compiled_run_is_the_eager_run(strategy: str, name: str, pools: dict[int, Ranks]) -> None:
+    row = COMPILED_ROWS[name]
+    cells = pools[world(strategy)].run(Call(matrix.on_a_rank, (strategy, name, Path(), ())))
+    verdict = compiled.judge(strategy, row, cells)
+    assert verdict.word == (REFUSED if compiled.is_refused(strategy, row) else SAME), verdict.reasons
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing asks
+def test_a_pin_that_holds_in_the_forward_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_mp.precision.backward_traced_outside_autocast", nullcontext)
+    row: Any = COMPILED_ROWS["block.compile() aot_eager: bf16-mixed+all"]
+    verdict = compiled.judge("single", row, [compiled.run_cell("single", row)])
+    assert verdict.word == DIFFERS
+    assert "gradients: blocks.0" in " ".join(verdict.reasons)
