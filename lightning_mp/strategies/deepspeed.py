@@ -25,6 +25,7 @@ from lightning_mp.compat.deepspeed import (
     initialize,
     reduce_as_stored,
     restore_linear,
+    tells_of_locks,
     trained_groups,
 )
 from lightning_mp.compat.lightning import (
@@ -151,6 +152,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def setup_environment(self) -> None:
         super(DeepSpeedStrategy, self).setup_environment()  # past its refusal of anything but CUDA
 
+    @tells_of_locks()
     def setup_distributed(self) -> None:
         if self.root_device.type == "cuda":
             super().setup_distributed()
@@ -206,6 +208,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             faults.extend(fault for fault in error.faults if fault not in faults.found)
         return None
 
+    @tells_of_locks()
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, then hand the module and its optimizer to DeepSpeed."""
         assert self.accelerator is not None
