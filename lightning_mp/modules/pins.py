@@ -297,7 +297,7 @@ def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device
     wanted = None if output in (None, "pin", "input") else to_torch(output)
     if returns:
         wanted = to_torch(member.inside) if member.inside else compute_dtype
-    elif output is None and dtype in HALF and dtype != compute_dtype:
+    elif output is None and {dtype, compute_dtype} == set(HALF):
         wanted = torch.float32  # it meets what is of autocast's half format, and functions as torch.cat mix no two
     weighted = output is None and next(module.parameters(), None) is not None
     return PinState(dtype, wanted, returns, device_type, weighted, member.entry, bool(own), frozenset(kept))
