@@ -279,14 +279,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Apply the plan, shard, then make the optimizers on what is left here."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        plan, module = plan_of(self), self._user_module
-        layout = plan.apply(module)
-        if layout is not None:
-            with sharding_compat.hooks_kept(module):
-                self._shard(module, layout[0], layout[1], plan.policy)
-        assert plan.engine is not None
-        self._gather_halves(half_weights.survey(module, plan.engine.pin_map, plan.policy), plan.policy)
-        self._fp8_gather = self._gathers_fp8(plan)
+        self.prepare_and_shard()
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -296,17 +289,34 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if fitting and not self.sharding.cpu_offload:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _shard(self, model: nn.Module, cut: Units, split: Mapping[str, ParallelStyle], policy: PrecisionPolicy) -> None:
-        broadcast_from_first(model, self.root_device)
-        if self._tensor_parallel > 1:
+    def prepare_and_shard(self) -> None:
+        """Change the user's module; the order of these steps is part of what they do."""
+        plan, module = plan_of(self), self._user_module
+        layout = plan.apply(module)  # casts, FP8, pins, checkpointing
+        if layout is not None:
+            units, styles = layout
+            with sharding_compat.hooks_kept(module):
+                broadcast_from_first(module, self.root_device)
+                self._split_layers(module, styles)  # tensor parallel, on whole weights
+                if self.sharding.compile:  # after checkpointing, before sharding: FSDP's hooks stay eager
+                    for block in units.blocks:
+                        block.compile()
+                shard(module, units, self._shard_mesh, self.root_device, plan.policy, self.sharding)
+            self._sharded = True
+        assert plan.engine is not None
+        # Units know now which weights they gather, and by what extension.
+        self._gather_halves(half_weights.survey(module, plan.engine.pin_map, plan.policy), plan.policy)
+        self._fp8_gather = self._gathers_fp8(plan)
 
-            def make(module: nn.Module) -> None:  # before it is split: a device holds one module in full at a time
-                materialize(module, model, self.root_device, self.root_device)
-                module.to(self.root_device)
+    def _split_layers(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+        if self._tensor_parallel <= 1:
+            return
 
-            tensor_parallel.parallelize(model, split, self.device_mesh["tensor_parallel"], make)
-        shard(model, cut, self._shard_mesh, self.root_device, policy, self.sharding)
-        self._sharded = True
+        def make(module: nn.Module) -> None:  # before it is split: a device holds one module in full at a time
+            materialize(module, model, self.root_device, self.root_device)
+            module.to(self.root_device)
+
+        tensor_parallel.parallelize(model, styles, self.device_mesh["tensor_parallel"], make)
 
     def _gather_halves(self, weights: Iterable[half_weights.Weight], policy: PrecisionPolicy) -> None:
         """Gather those ``weights`` that have no reason against it in autocast's dtype, all others as they are stored.

@@ -255,9 +255,6 @@ def shard(
         **how.options,
     }
     place = torch.device("cpu") if how.cpu_offload else device
-    if how.compile:
-        for block in units.blocks:
-            block.compile()
     for unit in units.inner:
         materialize(unit, model, place, device)
         fully_shard(unit, **options)
