@@ -82,8 +82,11 @@ class FirstStep(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            if sources and len({tensor.dtype for tensor in given}) > 1 and _CLASH.search(str(error)):
-                raise self._clash(next(iter(sources.values())), given, name) from error
+            pinned = [
+                own for one in given if (own := sources.get(id(one))) and one.dtype == to_torch(own.member.pin.dtype)
+            ]
+            if pinned and len({tensor.dtype for tensor in given}) > 1 and _CLASH.search(str(error)):
+                raise self._clash(pinned[0], given, name) from error
             raise
         if self._halves:
             self._allow_cast_alone(func, name, given, floating_in(result), kwargs)
