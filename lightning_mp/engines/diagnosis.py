@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_mp.compat.deepspeed import is_partitioned, local_gradient
 from lightning_mp.compat.lightning import LightningModule, ParallelStrategy
 from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.errors import LossScaleError, NonFiniteError, pinning
@@ -133,7 +134,7 @@ def error(
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
     # of which nothing is left once the batch is run again
-    at_hand = named(module, nonfinite.from_gradients(module))
+    at_hand = named(module, nonfinite.from_gradients(module, _kept_gradient))
     origin = None if replay is None else named(module, nonfinite.locate(module, replay))
     found = first_bad_rank(origin, bad_loss, distributed=distributed)
     if found.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
@@ -150,6 +151,11 @@ def applied_none(tried: int, scale: float | None, stop: str = "nonfinite='raise'
         f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{scaled}. "
         f"The weights are those it began with. {stop} stops at the first such step and names its module"
     )
+
+
+def _kept_gradient(parameter: Any) -> Tensor | None:
+    """ZeRO-3 keeps what it has summed until the next backward pass; of ZeRO-1 and 2 nothing is left after a skip."""
+    return local_gradient(parameter) if is_partitioned(parameter) else parameter.grad
 
 
 def named(module: nn.Module, origin: Origin | None) -> Origin | None:

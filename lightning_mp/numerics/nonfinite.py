@@ -76,11 +76,14 @@ def from_parameters(root: nn.Module) -> Origin | None:
     return None
 
 
-def from_gradients(root: nn.Module) -> Origin | None:
+def from_gradients(
+    root: nn.Module, gradient_of: Callable[[Any], Tensor | None] = lambda parameter: parameter.grad
+) -> Origin | None:
     """The best guess from the gradients alone: the last parameter in definition order whose gradient is non-finite."""
     found: Origin | None = None
     for name, parameter in root.named_parameters():
-        if parameter.grad is not None and not _finite(parameter.grad):
+        gradient = gradient_of(parameter)
+        if gradient is not None and not _finite(gradient):
             found = Origin(name.rpartition(".")[0], name, "backward")
     return found
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_mp import LossScaling, NonFinite, make_strategy
+from lightning_mp import LossScaling, NonFinite, NonFiniteError, make_strategy
 from lightning_mp.strategies import deepspeed as forward
 from support.collectives import Moved
 from support.comparing import of_sums, of_training, same, same_runs
@@ -145,6 +145,35 @@ def test_the_error_names_the_guilty_rank_on_every_rank(ranks: Ranks, stage: str,
     assert one == other
     assert (one["rank"], one["step"]) == (BAD_RANK, 4)
     assert one["module"] == {"gradient": "net.3", "batch": "net.0"}[how]
+
+
+class OverflowsOnce(Ranked):
+    """Has a gradient that is not finite in batch 2, and is finite when that batch is run again."""
+
+    again = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == BAD and not self.again:
+            self.again = True
+            hook = self.net[3].weight.register_hook(lambda gradient: (hook.remove(), gradient * math.inf)[1])
+        return loss
+
+
+@dataclass(frozen=True)
+class Named:
+    """The module that the error names."""
+
+    def run(self) -> str | None:
+        try:
+            trained("bf16-mixed", HOSTS["zero3"](), OverflowsOnce(), nonfinite="raise")
+        except NonFiniteError as error:
+            return error.module
+        return "none was raised"
+
+
+def test_stage_3_names_the_module_of_a_gradient_that_does_not_come_again(ranks: Ranks) -> None:
+    assert ranks.run(Named()) == ["net.3"] * 2
 
 
 # ------------------------------------------------------------------ checkpoints
