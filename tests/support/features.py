@@ -31,6 +31,9 @@ adamw = partial(AdamW, lr=2e-2, eps=1e-2)
 #: leaves a parameter that has no gradient as it is
 plain = partial(SGD, lr=1e-2)
 MAY_BE_UNUSED = {"ddp": {"find_unused_parameters": True}}
+#: strategies that take the options of another, and what each is told in every run
+AS = {"hsdp": "fsdp2", "fsdp2_offload": "fsdp2", "deepspeed_zero3_offload": "deepspeed_zero3"}
+ALWAYS = {"hsdp": {"device_mesh": (2, 1)}}
 #: every ``Sequential`` is a unit
 UNITS = MAY_BE_UNUSED | {
     "fsdp2": {"wrap": "Sequential"},
@@ -49,6 +52,8 @@ class Net(LightningModule):
 
     make_optimizer: Callable[[Any], Any] = staticmethod(adamw)
     learning_rate, batch_size = 2e-2, ROWS
+    #: else ranks that run other modules wait for the one that comes to log first
+    logs = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -65,12 +70,18 @@ class Net(LightningModule):
         return self.head(self.middle(self.backbone(x)))
 
     def loss(self, batch: Any) -> Tensor:
-        x, y = (tensor.chunk(self.trainer.world_size)[self.global_rank] for tensor in batch)
+        """Each half by itself, also on one device: half-precision products round as they do on two ranks."""
+        halves = range(2) if self.trainer.world_size == 1 else [self.global_rank]
+        return torch.stack([self.half(batch, part) for part in halves]).mean()
+
+    def half(self, batch: Any, part: int) -> Tensor:
+        x, y = (tensor.chunk(2)[part] for tensor in batch)
         return (self(x).float() - y).pow(2).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        self.log("train_loss", loss.detach(), sync_dist=True)
+        if self.logs:
+            self.log("train_loss", loss.detach(), sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -91,16 +102,21 @@ class Net(LightningModule):
 
 @dataclass
 class Host:
-    """Trainers of one strategy."""
+    """Trainers of one strategy, in one mode; where nothing else is said a step is made every ``window`` batches."""
 
     strategy: str
     folder: Path
+    mode: str = "32-true"
+    window: int = 1
 
     def trainer(self, strategy_options: Any = None, **options: Any) -> Trainer:
-        plan = MixedPrecisionPlan("32-true")
+        # no gradient overflows at this scale: what a rank sums is twice what one device does
+        plan = MixedPrecisionPlan(self.mode, loss_scaling={"init_scale": 256.0} if self.mode[:2] == "16" else None)
+        options = {"accumulate_grad_batches": self.window, **options}
         if self.strategy != "single":
-            own = (strategy_options or {}).get(self.strategy, {})
-            made = make_strategy(self.strategy, plan, timeout=timedelta(seconds=60), **own)
+            own = (strategy_options or {}).get(AS.get(self.strategy, self.strategy), {})
+            own = {"timeout": timedelta(seconds=60), **own, **ALWAYS.get(self.strategy, {})}
+            made = make_strategy(self.strategy, plan, **own)
             options |= {"strategy": made, "devices": 2, "use_distributed_sampler": False}
         return quiet_trainer(plugins=[plan], default_root_dir=str(self.folder), **options)
 
@@ -220,13 +236,12 @@ class Unused(Net):
 class OneRank(Net):
     """Half of the batch, and so one of two ranks, leaves a layer out."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = []
-        for part in range(2) if self.trainer.world_size == 1 else [self.global_rank]:
-            x, y = (t.chunk(2)[part] for t in batch)
-            hidden = self.backbone(x)
-            losses.append((self.head(self.middle(hidden) if part else hidden).float() - y).pow(2).mean())
-        return sum(losses) / len(losses)
+    logs = False
+
+    def half(self, batch: Any, part: int) -> Tensor:
+        x, y = (tensor.chunk(2)[part] for tensor in batch)
+        hidden = self.backbone(x)
+        return (self.head(self.middle(hidden) if part else hidden).float() - y).pow(2).mean()
 
 
 class Switches(Net):
@@ -250,6 +265,7 @@ class Heads(Net):
     """Two heads; a half of a batch goes through those that ``used`` says, by the number of the batch."""
 
     make_optimizer = staticmethod(plain)
+    logs = False
     sizes: tuple[int, ...] = (1, 1)
     used: Callable[[int, int], Sequence[int]] = staticmethod(lambda batch_idx, part: [batch_idx % 2])
 
@@ -258,14 +274,12 @@ class Heads(Net):
         del self.head
         self.heads = nn.ModuleList(nn.Linear(HIDDEN, self.sizes[at]) for at in range(2))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = []
-        for part in range(2) if self.trainer.world_size == 1 else [self.global_rank]:
-            x, y = (tensor.chunk(2)[part] for tensor in batch)
-            hidden = self.middle(self.backbone(x))
-            out = sum(self.heads[at](hidden).mean(1, keepdim=True) for at in self.used(batch_idx, part))
-            losses.append((out.float() - y).pow(2).mean())
-        return sum(losses) / len(losses)
+    def half(self, batch: Any, part: int) -> Tensor:
+        x, y = (tensor.chunk(2)[part] for tensor in batch)
+        hidden = self.middle(self.backbone(x))
+        used = self.used(self.trainer.fit_loop.batch_idx, part)
+        out = sum(self.heads[at](hidden).mean(1, keepdim=True) for at in used)
+        return (out.float() - y).pow(2).mean()
 
 
 class Penalized(Net):
@@ -276,6 +290,7 @@ class Penalized(Net):
 class Routed(Net):
     """A sum of experts, each a unit; each half of the batch takes its own ``ways``, in that order."""
 
+    logs = False
     ways: tuple[str, str] = ("ab", "ab")
 
     def __init__(self, **options: Any) -> None:
@@ -288,10 +303,6 @@ class Routed(Net):
         hidden = self.backbone(x)
         out = hidden + sum(getattr(self, way)(hidden) for way in self.ways[part])
         return (self.head(out).float() - y).pow(2).mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        halves = range(2) if self.trainer.world_size == 1 else [self.global_rank]
-        return torch.stack([self.half(batch, part) for part in halves]).mean()
 
 
 # ---------------------------------------------------------------------- by hand
@@ -492,6 +503,13 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
 }
 
 
+#: in which windows a feature's steps are made is its own affair, or the user's by hand
+OWN_WINDOWS = {
+    name for name in FEATURE if name.startswith(("accumulates", "manual", "two_optimizers", "heads_by_turns"))
+}
+OWN_WINDOWS |= {name for name in FEATURE if name.endswith("in_the_midst_of_a_window")}
+
+
 @dataclass(frozen=True)
 class Ran:
     """One feature on every rank: what it left, or how it ended."""
@@ -499,6 +517,8 @@ class Ran:
     name: str
     strategy: str
     folder: str
+    mode: str
+    window: int
 
     def run(self) -> dict[str, Any]:
         import torch.distributed as dist
@@ -508,7 +528,7 @@ class Ran:
         try:
             with warnings.catch_warnings():  # what a warning says that a result is not: as good as refused
                 warnings.filterwarnings("error", message=".*which is None here")
-                return FEATURE[self.name](Host(self.strategy, Path(self.folder)))
+                return FEATURE[self.name](Host(self.strategy, Path(self.folder), self.mode, self.window))
         except (PlanError, MisconfigurationException, NotImplementedError) as error:
             return {"refused": str(error)}
         except Exception as error:
