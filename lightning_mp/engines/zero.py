@@ -301,7 +301,8 @@ class Gradients:
 
     Args:
         named: the module's parameters.
-        device: what ranks communicate over; ``None`` where there is one rank.
+        device: what ranks communicate over; ``None`` where there is one rank. They compare on the host, by gloo: an
+            answer read from a GPU would stop it before each sum.
         by_window: whether ZeRO may leave a parameter out of a pass, if another of the window reaches it.
     """
 
@@ -309,7 +310,9 @@ class Gradients:
         self, named: Iterable[tuple[str, nn.Parameter]], device: torch.device | None, *, by_window: bool
     ) -> None:
         self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._device, self._by_window = device, by_window
+        self._compares, self._by_window = device is not None, by_window
+        own = device is not None and device.type != "cpu"
+        self._group: Any = dist.new_group(backend="gloo") if own else None
         self._in_pass: dict[int, None] = {}
         self._in_window: set[int] = set()
         self._places = {id(parameter): place for place, parameter in enumerate(self._named.values())}
@@ -320,7 +323,7 @@ class Gradients:
 
     def compare(self) -> None:
         """Before each sum, and at the end of each pass: raise on every rank where ranks reached other parameters."""
-        if self._device is None:
+        if not self._compares:
             return
         order = hash(tuple(self._in_pass)) >> 1  # of integers: the same in every process
         if self._agree(torch.tensor([order])).all():
@@ -335,8 +338,8 @@ class Gradients:
         )
 
     def _agree(self, values: Tensor) -> Tensor:
-        extremes = torch.stack([values, -values]).to(self._device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        extremes = torch.stack([values, -values])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
         return extremes[0] == -extremes[1]
 
     def finish_pass(self, *, ends_window: bool) -> None:
@@ -365,6 +368,8 @@ class Gradients:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
 
 class Writes:
