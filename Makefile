@@ -61,7 +61,7 @@ test-oldest: $(OLDEST)/.done ## train, skip, save and resume under every strateg
 works-with: $(WORKS)/.done ## train with the packages built on Lightning, and write docs/reference/works-with.md (20 minutes)
 	@OMP_NUM_THREADS=1 $(WORKS)/bin/python -m benchmarks.works_with $(ARGS)
 
-conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.txt and its summary (about an hour)
+conformance: $(DONE)/test ## run every mode under every strategy and write docs/conformance.txt and its summary (about two hours)
 	@mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m conformance $(ARGS)
 

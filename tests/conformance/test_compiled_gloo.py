@@ -32,10 +32,14 @@ def _cells() -> Iterator[Any]:
         yield pytest.param(*cell, marks=pytest.mark.slow if slow else ())
 
 
+#: inductor compiles FP8 that is emulated for a minute
+SECONDS = 280.0
+
+
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, Ranks]]:
     """One process, and two."""
-    with Ranks(1) as one, Ranks(2) as two:
+    with Ranks(1, SECONDS) as one, Ranks(2, SECONDS) as two:
         yield {1: one, 2: two}
 
 
