@@ -79,7 +79,7 @@ Five steps of a small language model whose LightningModule or blocks are compile
 the same five in eager mode: every mode, without pins, with the norms or with all modules pinned to fp32, with and
 without recomputed blocks, and with `TrainingHealth` and `PrecisionAudit` (under inductor in FP8 alone). Under fsdp2
 `compile=True` calls inductor. `same` means here that losses, gradients and skipped steps are those of the eager run, to
-the last bit under `aot_eager` and within 16 roundings of the format under inductor; that no graph breaks, and none is
+the last bit under `aot_eager` and within 8 roundings of the format under inductor; that no graph breaks, and none is
 compiled after the second step, but where the gather of a shard unit lies in what is compiled.
 """,
 }
