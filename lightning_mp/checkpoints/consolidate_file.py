@@ -28,6 +28,7 @@ def consolidate(
     dtype: object = None,
     *,
     prefix: str = "",
+    cast_all: bool = False,
     weights_only: bool | None = None,
 ) -> Path:
     """Write the weights of ``checkpoint`` to ``output`` as one plain state dict, name → tensor and nothing else.
@@ -36,10 +37,12 @@ def consolidate(
         checkpoint: a ``.ckpt`` file of Lightning, a folder of shards, or a folder of DeepSpeed's.
         output: ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for ``torch.save``, or ``.safetensors``. An existing file is
             replaced once the new one is complete.
-        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or another spelling of one, for all floating tensors; by default each
-            keeps its own (fp32 masters from DeepSpeed, unless the checkpoint records what the run declared).
+        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or another spelling of one, for floating tensors; by default each
+            keeps its own (fp32 masters from DeepSpeed, unless the checkpoint records what the run declared). What the
+            plan of the run pinned to fp32 stays fp32, as does what the model declares so for that dtype.
         prefix: write only the names under it, without it: ``"model."`` gives what ``transformers`` loads when the
             LightningModule calls its model ``self.model``.
+        cast_all: cast these, too.
         weights_only: as for ``torch.load``; ``False`` unpickles objects, from a checkpoint you trust.
 
     Returns:
@@ -50,30 +53,32 @@ def consolidate(
         PlanError: ``dtype`` is none to store weights in.
         MissingExtraError: safetensors or DeepSpeed is needed and not installed.
     """
-    _, left_out = write_consolidated(checkpoint, output, dtype, prefix, weights_only)
+    _, left_out = write_consolidated(Path(checkpoint), Path(output), dtype, prefix, cast_all, weights_only)
     if left_out:
         warnings.warn(f"{output}: no tensors, so left out: {', '.join(left_out)}", stacklevel=2)
     return Path(output)
 
 
 def write_consolidated(
-    checkpoint: str | os.PathLike[str], output: str | os.PathLike[str], dtype: object, prefix: str, weights_only: Any
+    source: Path, target: Path, dtype: object, prefix: str, cast_all: bool, weights_only: bool | None
 ) -> tuple[dict[str, Tensor], list[str]]:
     """As :func:`consolidate`; what was written, and the names of what is no tensor."""
-    source, target, wanted = Path(checkpoint), Path(output), None
+    wanted = None
     if dtype is not None:
         with Faults("dtype") as faults:
-            name = storage_dtype(dtype, "dtype", faults)
-        wanted = STORAGE[name]
+            wanted = storage_dtype(dtype, "dtype", faults)
     save = _writer(target)
     if target.is_dir() or (target.exists() and source.exists() and target.samefile(source)):
         given = f"the output {str(target)!r} is a folder or the checkpoint itself"
         raise CheckpointFormatError(given, "choose another name")
-    weights = _under(read_weights(source, weights_only=weights_only), prefix, source)
+    read, others = _read(source, weights_only)
+    fp32 = _fp32_names(others(), wanted) if wanted in ("bf16", "fp16") and not cast_all else ()
+    dtypes = {name: STORAGE["fp32" if name in fp32 else wanted] for name in read if wanted}
+    weights, dtypes = _under(read, prefix, source), _under(dtypes, prefix, source) if dtypes else {}
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointFormatError(f"{str(source)!r} has no tensor in it", "check the path")
-    plain = _plain(tensors, wanted, tied=target.suffix != ".safetensors")
+    plain = _plain(tensors, dtypes, tied=target.suffix != ".safetensors")
     _write_whole(plain, target, save)
     return plain, [name for name in weights if name not in tensors]
 
@@ -92,6 +97,12 @@ def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
     return partial(save_file, metadata={"format": "pt"})
 
 
+def _fp32_names(checkpoint: Mapping[str, Any], half: str) -> set[str]:
+    """What the plan, whatever its class is called, recorded as fp32 in a file of ``half``."""
+    states = [state for state in checkpoint.values() if isinstance(state, dict) and {"policy", "fp32"} <= state.keys()]
+    return {name for state in states for name in state["fp32"].get(half, ())}
+
+
 def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, Any]:
     """What is below ``prefix``, whole parts of names only, without it."""
     if not prefix:
@@ -104,8 +115,8 @@ def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, A
     return found
 
 
-def _plain(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, *, tied: bool) -> dict[str, Tensor]:
-    """Each tensor contiguous, in ``dtype`` if floating, in storage of its own where ties may not stay (safetensors)."""
+def _plain(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], *, tied: bool) -> dict[str, Tensor]:
+    """Each tensor contiguous, floating ones as ``dtypes`` say, in storage of its own where ties may not stay."""
     made: dict[tuple[Any, ...], Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -113,7 +124,7 @@ def _plain(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, *, tied: bo
         key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
         again = made.get(key)
         if again is None:
-            cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            cast = dtypes.get(name, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
             own = tensor.detach().to(cast).contiguous()
             # torch.save would write the whole of what a view is a part of.
             made[key] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
@@ -163,13 +174,13 @@ def read_full(path: str | os.PathLike[str], *, weights_only: bool | None = None)
     return {**content, "state_dict": plain_names(content["state_dict"])}
 
 
-def read_weights(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
-    """The ``state_dict`` of :func:`read_full`, without reading optimizer states where the format allows that."""
-    place = Path(path)
-    kind = kind_of(place)
-    if kind == "file":
-        return plain_names(_file(place, weights_only, mmap=True)["state_dict"])
-    return sharded_weights(place) if kind == "sharded" else deepspeed_checkpoint(place)["state_dict"]
+def _read(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], Callable[[], Mapping[str, Any]]]:
+    """The ``state_dict`` of :func:`read_full`, and what reads the rest, but optimizer states where they are apart."""
+    kind = kind_of(path)
+    if kind == "sharded":
+        return sharded_weights(path), partial(formats.load, path / formats.SHARDED_EXTRA, weights_only=weights_only)
+    content = _file(path, weights_only, mmap=True) if kind == "file" else deepspeed_checkpoint(path)
+    return plain_names(content["state_dict"]), lambda: content
 
 
 def _file(path: Path, weights_only: bool | None, *, mmap: bool) -> dict[str, Any]:

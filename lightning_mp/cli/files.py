@@ -29,6 +29,9 @@ def consolidate(
     prefix: Annotated[
         str, typer.Option(help="Write what is under this name only, and without it: 'model.' for transformers.")
     ] = "",
+    cast_all: Annotated[
+        bool, typer.Option("--all", help="Cast what the plan pinned, or the model declares, fp32 too.")
+    ] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Unpickle objects too, from a .ckpt file whose origin you trust.")
     ] = False,
@@ -43,7 +46,7 @@ def consolidate(
     from lightning_mp.checkpoints.formats import STORAGE, CheckpointFormatError
 
     with refusals("consolidate", OSError, CheckpointFormatError):
-        tensors, left_out = write_consolidated(checkpoint, output, dtype, prefix, False if trust else None)
+        tensors, left_out = write_consolidated(checkpoint, output, dtype, prefix, cast_all, False if trust else None)
     if left_out:
         typer.echo(f"left out, since they are no tensors: {', '.join(left_out)}", err=True)
     short = {dtype: name for name, dtype in STORAGE.items()}

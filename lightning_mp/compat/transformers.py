@@ -20,6 +20,19 @@ def block_classes(module: nn.Module) -> Iterable[str]:
     return getattr(module, "_no_split_modules", None) or ()
 
 
+def kept_in_fp32(module: nn.Module, storage: str) -> list[str]:
+    """Regular expressions, searched for in the names of a model's tensors that ``from_pretrained`` keeps in fp32.
+
+    As in ``PreTrainedModel._get_dtype_plan``, the list that is not strict counts where the rest is fp16 alone.
+    """
+    lists = {
+        "fp16": ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+        "bf16": ("_keep_in_fp32_modules_strict",),
+    }
+    given = {name for attribute in lists.get(storage, ()) for name in getattr(module, attribute, None) or ()}
+    return sorted(name.replace("*", ".*") for name in given)
+
+
 def initialiser(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     """What initialises the tensors of a module within this model, if the model has it."""
     found = getattr(module, "_init_weights", None)

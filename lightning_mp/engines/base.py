@@ -18,7 +18,7 @@ from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_s
 from lightning_mp.engines import diagnosis, optimizer_facts
 from lightning_mp.engines.diagnosis import AT_MIN, BAD_LOSS, Verdict
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, declared, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -100,7 +100,7 @@ class StepEngine(ABC):
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         self._module = module
-        self.pin_map = pins.resolve(module, self.policy.pins, faults)
+        self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
         if self.policy.fp8 is not None:
             pinned = [member.module for member in self.pin_map.members]
             self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
@@ -131,12 +131,23 @@ class StepEngine(ABC):
         pinned = {key: to_torch(dtype) for key, dtype in self.pin_map.dtypes().items()}
         return lambda parameter: pinned.get(id(parameter)) or own.get(id(parameter), other)
 
+    def fp32_names(self) -> dict[str, list[str]]:
+        """By half format, the names of weights that stay fp32 where the rest is cast to it: pinned, or declared."""
+        assert self._module is not None
+        members = self.pin_map.members
+        fp32 = [member.module for member in members if member.pin.dtype == "fp32"]
+        return declared.fp32_names(self._module, fp32, [member.module for member in members])
+
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
         policy = self.policy
         covered = {id(member.module) for member in self.pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
+        fp32 = [(one.tensor, one.tensor.data.float()) for one in self.pin_map.declared]
         pins.cast_unpinned((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
+        for tensor, values in fp32:
+            if tensor.dtype != torch.float32:
+                tensor.data, tensor.grad = values, None
         if self.synced:
             sync_batchnorm.apply(self.synced)
         if self.fp8 is not None:
@@ -156,7 +167,7 @@ class StepEngine(ABC):
             PlanError: on several devices, where gradients of it are not summed and nothing shards it.
         """
         with Faults() as faults:
-            self.pin_map = pins.resolve(module, self.policy.pins, faults)
+            self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
         new = [one for one in self.pin_map.members if not pins.is_pinned(one.module) and list(one.module.parameters())]
         if new and self.distributed:
             raise PlanError.of(

@@ -216,9 +216,11 @@ class PlanBase:
         return type(other) is type(self) and cast("PlanBase", other)._declared == self._declared
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, the counts and the loss scale; plain values only."""
+        """The policy, the counts and the loss scale, and in a run which weights stay fp32; plain values only."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        return {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler}
+        names = {} if self.engine is None else self.engine.fp32_names()
+        fp32 = {"fp32": names} if names else {}
+        return {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler, **fp32}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from counts and loss scale; the policy stays the one declared now."""

@@ -51,12 +51,17 @@ def rows(
 
 
 def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
-    covered, found = () if module is None else pins.resolve(module, policy.pins, Faults()).members, Rows()
+    pin_map, found = pins.PinMap((), ()), Rows()
+    if module is not None:
+        pin_map = pins.resolve(module, policy.pins, Faults(), policy.storage_dtype)
     for pin in policy.pins:
-        names = [member.name for member in covered if member.pin is pin]
+        names = [member.name for member in pin_map.members if member.pin is pin]
         output = "" if pin.output is None else f", output {pin.output}"
         count = "" if module is None else f": {_counted(names)}"
         found.append(("pin", f"{pin.pattern!r} {pin.dtype}{output}{count}"))
+    for pattern, model in dict.fromkeys((one.pattern, one.model) for one in pin_map.declared):
+        names = dict.fromkeys(one.name for one in pin_map.declared if one.pattern == pattern)
+        found.append(("pin", f"{pattern!r} fp32, as {model} declares: {_counted(list(names))}"))
     return found or [("pins", "none")]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.torch import apply_to_tensors, children_of
 from lightning_mp.errors import Faults
+from lightning_mp.modules.declared import Declared, find
 from lightning_mp.modules.patterns import (
     NORMS,
     Place,
@@ -63,10 +64,12 @@ class PinMap:
 
     members: tuple[PinnedModule, ...]
     shadowed: tuple[str, ...]
+    #: what no pin covers and the model itself keeps in fp32, where the rest is stored in half precision
+    declared: tuple[Declared, ...] = ()
 
     def dtypes(self) -> dict[int, str]:
-        """``id`` of every parameter that a pin decides → the pin's dtype."""
-        return {
+        """``id`` of every parameter that a pin, or the model itself, decides → its dtype."""
+        return {id(one.tensor): "fp32" for one in self.declared} | {
             id(parameter): member.pin.dtype
             for member in self.members
             for left in [left_alone(member.module)]
@@ -75,14 +78,14 @@ class PinMap:
         }
 
 
-def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
-    """Match ``pins`` against the modules below ``root`` without changing anything.
+def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str = "fp32") -> PinMap:
+    """Match ``pins`` against the modules below ``root``, whose rest is stored in ``storage``; change nothing.
 
     The first pin in order that covers a module wins; a match covers what is below it, and the other owner of a tied
     weight. Patterns that match nothing and tied weights pinned to two dtypes are noted in ``faults``.
     """
     if not pins:
-        return PinMap((), ())
+        return PinMap((), (), find(root, storage, ()))
     named = list(named_submodules(root))
     index_of = _covering(named, pins, root, faults)
     _resolve_ties(owners(root).values(), index_of, pins, faults)
@@ -105,7 +108,7 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults) -> PinMap:
     used = set(index_of.values())
     unused = [pin.pattern for index, pin in enumerate(pins) if index not in used]
     shadowed = [pattern for pattern in unused if any(matches(pattern, name, module) for name, module in named)]
-    return PinMap(tuple(members), tuple(shadowed))
+    return PinMap(tuple(members), tuple(shadowed), find(root, storage, [member.module for member in members]))
 
 
 def _covering(

@@ -68,7 +68,9 @@ class ModelUnderTest:
     @cached_property
     def pinned(self) -> dict[int, str]:
         """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
-        found = pins.resolve(self.model, () if self.policy is None else self.policy.pins, Faults())
+        if self.policy is None:
+            return {}
+        found = pins.resolve(self.model, self.policy.pins, Faults(), self.policy.storage_dtype)
         return {id(member.module): member.pin.dtype for member in found.members} | found.dtypes()
 
     @cached_property

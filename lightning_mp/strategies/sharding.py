@@ -60,6 +60,7 @@ def units(
     """
     blocks = _blocks(root, wrap, faults)
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
+    apart += [one.module for one in pin_map.declared]
     # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
     called = {id(one): one for module in apart for one in called_in(module, through_sequential=True)}
     # an attention reads its children's weights without calling them, so that no hook of theirs would gather

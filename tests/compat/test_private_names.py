@@ -126,6 +126,7 @@ _FOREIGN = (
     set(compat.WRAPPERS)
     | {compat.GROWTH_TRACKER, compat.INNER_SCHEDULERS, transformers.IS_INITIALIZED}
     | {"_fsdp_param_groups", "_gradient_checkpointing_func", "_init_weights", "_no_split_modules"}
+    | {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"}
     | {"ds_id", "ds_numel", "ds_process_group", "ds_tensor"}
 )
 

@@ -61,12 +61,14 @@ class Transformers:
     mode: str
     options: dict[str, Any]
     strategy: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "groups"
 
     def run(self) -> dict[str, Any]:
         made: list[Language] = []
 
         def make() -> Language:
             made.append(Language(self.kind))
+            made[-1].optimizer = self.optimizer
             return made[-1]
 
         options = {"data": hf.token_batches(), **self.options}

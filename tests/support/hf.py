@@ -36,8 +36,34 @@ def gpt2(lora: bool = False, dropout: float = 0.0) -> nn.Module:
     return _with_lora(GPT2LMHeadModel(config), ["c_attn"], lora)
 
 
+def t5() -> nn.Module:
+    """A two-layer T5, which keeps ``wo`` in fp32 where it is fp16."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).train()
+
+
+def ernie() -> nn.Module:
+    """A two-layer mixture of experts, which keeps its routers in fp32 in either half format."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 0}
+    return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**sizes, **heads, **experts)).train()
+
+
 #: by the name that a test gives it
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "tied llama": partial(llama, tied=True), "gpt2": gpt2}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "tied llama": partial(llama, tied=True),
+    "gpt2": gpt2,
+    "t5": t5,
+    "ernie": ernie,
+}
 
 
 def _with_lora(model: nn.Module, targets: list[str], lora: bool) -> nn.Module:

@@ -86,8 +86,13 @@ def by_policy(
 ) -> Declaration:
     """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
     facts = describe(device)
-    pin_map = pins.resolve(modules[""], policy.pins, Faults("audit")) if engine is None else engine.pin_map
+    given = modules[""], policy.pins, Faults("audit"), policy.storage_dtype
+    pin_map = pins.resolve(*given) if engine is None else engine.pin_map
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
+    stored = pin_map.dtypes()
+    for module in (one.module for one in pin_map.declared):  # a router's buffer says nothing of what it multiplies
+        if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
+            pinned[id(module)] = "fp32"
     converted: set[int] = set()
     if policy.fp8 is not None:
         running = None if engine is None else engine.fp8

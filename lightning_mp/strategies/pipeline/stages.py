@@ -119,7 +119,8 @@ def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
     """How a stage is cut into shard units; notes what cannot be."""
     inside = set(map(id, stage.modules()))
     members = tuple(member for member in engine.pin_map.members if id(member.module) in inside)
-    pins = replace(engine.pin_map, members=members)
+    declared = tuple(one for one in engine.pin_map.declared if id(one.module) in inside)
+    pins = replace(engine.pin_map, members=members, declared=declared)
     return units(stage, None, pins, engine.stored_dtypes(), faults, together=engine.policy.storage_dtype)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_mp import LossScaling, NonFinite, PlanError
-from support.comparing import of_training, same_runs
+from support.comparing import eps, of_training, same_runs
 from support.fsdp2_models import (
     Bare,
     Blocks,
@@ -78,6 +78,11 @@ MODELS: dict[str, Transformers] = {
     "llama": Transformers("llama", "16-mixed", NORMS),
     "tied llama": Transformers("tied llama", "32-true", NORMS | CLIP),
     "gpt2": Transformers("gpt2", "bf16-mixed", {"pins": {"ln_*": "fp32"}}),
+}
+#: models that keep some of their weights in fp32, by a part of the names of these
+KEPT: dict[str, tuple[Transformers, str]] = {
+    "t5": (Transformers("t5", "16-true", {}, optimizer="sgd"), ".wo."),
+    "ernie": (Transformers("ernie", "bf16-true", {}, optimizer="sgd"), ".mlp.gate."),
 }
 SHARED_UNITS = ["model.transformer.h.0", "model.transformer.h.1"]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -204,6 +209,18 @@ def test_transformers_models_are_cut_at_their_blocks(ranks: Ranks, case: str) ->
         blocks = [name for name in result["units"] if name.endswith((".0", ".1"))]
         assert blocks == (SHARED_UNITS if model.kind == "gpt2" else ["model.model.layers.0", "model.model.layers.1"])
         assert len(result["units"]) == 2  # fp32 pins are gathered in fp32 within the block's
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_a_model_keeps_in_fp32_is_sharded_in_fp32(ranks: Ranks, case: str) -> None:
+    model, part = KEPT[case]
+    rounding = eps(model.mode)
+    for result in _equal(ranks, model, 16 * rounding):  # a loss of size 4, off by four roundings
+        weights, other = result["sharded"]["weights"], result["ddp"]["weights"]
+        for name, weight in weights.items():  # each of eight steps rounds what is stored
+            torch.testing.assert_close(weight, other[name], rtol=0, atol=8 * rounding * weight.abs().max().item())
+        assert {name for name, weight in weights.items() if weight.dtype == F32} == {n for n in weights if part in n}
+        assert any(part in f"{name}." for name in result["units"])
 
 
 @pytest.mark.parametrize(("where", "layer"), [("init_module", "net"), ("configure_model", "tied")])
