@@ -36,11 +36,11 @@ from lightning_mp.policy import FP8
 
 @dataclass(frozen=True, slots=True)
 class FP8Layer:
-    """A Linear or Conv1D: whether its products run in FP8, and why not.
+    """A Linear or Conv1D, or the 3-D weight of experts: whether its products run in FP8, and why not.
 
     ``reason`` is ``None`` where they do, else one of ``shape`` (a dimension that is no multiple of 16, or of 32 under
     MXFP8), ``size`` (too small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain
-    Linear); ``shape`` is the weight's.
+    Linear, or experts); ``shape`` is the weight's.
     """
 
     name: str
@@ -63,7 +63,7 @@ def pays(recipe: str, out: int, into: int) -> bool:
 def select(
     root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults
 ) -> tuple[list[FP8Layer], list[nn.Module]]:
-    """Every Linear and Conv1D below ``root``, once, and those that are converted; nothing is changed.
+    """Every Linear, Conv1D and weight of experts below ``root``, once, and the modules to convert; changes nothing.
 
     Patterns that match nothing and a model with nothing to convert are noted in ``faults``.
     """
@@ -81,9 +81,14 @@ def select(
     chosen: list[nn.Module] = []
     seen: set[int] = set()
     for name, module in named:
-        if id(module) in seen or not isinstance(module, linear):
+        if id(module) in seen:
             continue
         seen.add(id(module))
+        if not isinstance(module, linear):
+            for key, shape in _experts(module):
+                layers.append(FP8Layer(f"{name}.{key}", False, "kind", shape))
+                kinds[f"{name}.{key}"] = "3-D weight of experts"
+            continue
         weight, shape = cast("nn.Parameter", module.weight), _shape(module)
         reasons = (
             ("kind", not _is_plain_linear(module)),
@@ -109,6 +114,17 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return tuple(cast("Tensor", module.weight).shape)
+
+
+def _experts(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a module's own matrices, one an expert, that grouped products multiply with.
+
+    Not a convolution's kernels, nor rows that are added to every batch.
+    """
+    if original_class(module).__module__.startswith("torch.nn."):
+        return []
+    own = {key: weight for key, weight in module.named_parameters(recurse=False) if not is_lazy(weight)}
+    return [(key, tuple(weight.shape)) for key, weight in own.items() if weight.ndim == 3 and min(weight.shape) > 1]
 
 
 def _by_numbers(rule: FP8, shape: tuple[int, ...]) -> str | None:
@@ -284,7 +300,7 @@ class Conversion:
     def __init__(self, root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults) -> None:
         torchao.require()
         self.rule = rule
-        #: every Linear and Conv1D, once
+        #: every Linear, Conv1D and weight of experts, once
         self.layers, modules = select(root, rule, pinned, faults)
         #: the converted layers of the run by name
         self.converted = dict(zip((layer.name for layer in self.layers if layer.converted), modules, strict=True))

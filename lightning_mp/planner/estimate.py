@@ -176,7 +176,7 @@ def estimate(  # noqa: PLR0913  what there is to say of a layout, by name
 
 def of_layout(shape: ModelShape, layout: Layout, convention: str = "mosaicml") -> Estimate:
     """The same of a layout that is known to be right."""
-    measured = is_measured(layout)
+    measured = is_measured(layout) and shape.active == shape.params  # no run of a mixture is in the fit
     speed = spread(predicted(shape, layout), SPREAD if measured else UNMEASURED_SPREAD)
     return Estimate(shape, layout, speed, memory(shape, layout), convention, measured)
 
@@ -197,7 +197,7 @@ def bubble(pipeline: int, microbatches: int) -> float:
 
 def _compute(shape: ModelShape, layout: Layout) -> float:
     """Seconds a token of products; under fp8 attention stays in bf16."""
-    total, products = flops_per_token(shape), 6.0 * shape.params
+    total, products = flops_per_token(shape), 6.0 * shape.active
     attention_mode = "bf16-mixed" if layout.precision == "fp8-mixed" else layout.precision
     slow, fast = (layout.gpu.peak(mode) for mode in (attention_mode, layout.precision))
     assert slow is not None

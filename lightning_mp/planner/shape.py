@@ -12,8 +12,8 @@ from lightning_mp.policy import precision_word
 from lightning_mp.policy.hardware import GPU, find
 from lightning_mp.policy.precision_policy import precision_fix
 
-#: FLOPs of a trained token by convention, as it is printed next to an MFU. N: all parameters; E: the table of input
-#: embeddings; L, h, s: layers, width, length of the sequence
+#: FLOPs of a trained token by convention, as it is printed next to an MFU. N: the parameters that a token is computed
+#: with; E: the table of input embeddings; L, h, s: layers, width, length of the sequence
 CONVENTIONS = {
     "mosaicml": "6N + 12Lhs",  # llm-foundry, scripts/train/benchmarking/README.md
     "megatron": "6(N - E) + 6Lhs",  # Megatron-Bridge, docs/performance-summary.md: a causal mask halves attention
@@ -38,15 +38,20 @@ _USUAL = (
 )
 
 
+#: types of mixtures of experts whose parameters are counted, as transformers 5 makes them
+_MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The size of a decoder-only transformer; every field a whole number, ``seq_len`` in tokens.
 
     What is not said is filled in: heads of 128, as many for keys and values, an MLP of four times the width, Llama 2's
-    vocabulary, 2048 tokens.
+    vocabulary, 2048 tokens. Of a mixture of experts ``params`` are all parameters, ``active`` those that a token is
+    computed with, and ``intermediate`` is the width of the experts that it goes through, together.
 
     Raises:
-        PlanError: a field that is no whole number of at least 1.
+        PlanError: a field that is no whole number of at least 1, or ``active`` above ``params``.
     """
 
     params: int
@@ -57,6 +62,7 @@ class ModelShape:
     intermediate: int = 0
     vocab: int = _VOCAB
     seq_len: int = _SEQUENCE
+    active: int = 0
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -65,11 +71,14 @@ class ModelShape:
                 value: object = getattr(self, name)
                 value = int(value) if is_number(value) and value == int(value) else value
                 fill(self, name, value)
-                least = 0 if name in ("heads", "kv_heads", "intermediate") else 1
+                least = 0 if name in ("heads", "kv_heads", "intermediate", "active") else 1
                 faults.whole(name, value, least, "write a positive whole number")
             if not faults.found and self.heads and self.kv_heads and self.heads % self.kv_heads:
                 given = f"kv_heads={self.kv_heads} for {self.heads} heads"
                 faults.add(given, "a divisor of the heads, which share them", f"use kv_heads={self.heads}")
+            if not faults.found and self.active > self.params:
+                faults.add(f"active={self.active} of params={self.params}", "leave it out: all are active")
+        fill(self, "active", self.active or self.params)
         fill(self, "heads", self.heads or max(1, self.hidden // _HEAD))
         fill(self, "kv_heads", self.kv_heads or self.heads)
         fill(self, "intermediate", self.intermediate or 4 * self.hidden)
@@ -82,6 +91,7 @@ class ModelShape:
             PlanError: the config says no width or number of layers, or is of another kind of model.
         """
         known: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+        kind = known.get("model_type") or getattr(config, "model_type", "")
         known = _completed(known) if isinstance(config, Mapping) and "model_type" in known else known
 
         def first(*names: str) -> int:
@@ -93,11 +103,14 @@ class ModelShape:
         said = ""
         if not hidden or not layers:
             said = f"a config with {', '.join(sorted(map(str, known))) or 'nothing'} says no width and number of layers"
-        elif experts > 1 or known.get("is_encoder_decoder") or images:
-            kind = f"a mixture of {experts} experts" if experts > 1 else "a model of images" if images else ""
-            said = f"a config of {kind or 'an encoder and a decoder'} is not that of a dense decoder"
+        elif (experts > 1 and kind not in _MIXTURES) or known.get("is_encoder_decoder") or images:
+            what = f"a mixture of {experts} experts" if experts > 1 else "a model of images" if images else ""
+            said = (
+                f"a config of {what or 'an encoder and a decoder'} is neither of a dense decoder nor of the mixtures "
+            )
+            said += f"that are counted ({', '.join(_MIXTURES)})"
         if said:
-            raise PlanError.of(said, "give ModelShape(params, layers, hidden, ...)", "ModelShape")
+            raise PlanError.of(said, "give ModelShape(params, layers, hidden, active=..., ...)", "ModelShape")
         heads = first("num_attention_heads", "n_head", "n_heads")
         kv_heads = first("num_key_value_heads", "num_kv_heads") or heads
         if known.get("multi_query") and not known.get("new_decoder_architecture"):  # Falcon, BigCode
@@ -108,8 +121,10 @@ class ModelShape:
         # Llama's family has a gate, also where its MLP is four times as wide (Gemma)
         gate = wide != 4 * hidden or "rms_norm_eps" in known
         tied, head = bool(known.get("tie_word_embeddings")), first("head_dim")
-        counted = params or _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=gate, head=head)
         length = seq_len or first("max_position_embeddings", "n_positions", "max_seq_len") or _SEQUENCE
+        if experts > 1:
+            return _mixture(known, experts, params, cls(1, layers, hidden, heads, kv_heads, wide, vocab, length))
+        counted = params or _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=gate, head=head)
         return cls(counted, layers, hidden, heads, kv_heads, wide, vocab, length)
 
     @classmethod
@@ -145,13 +160,13 @@ def flops_per_token(shape: ModelShape, convention: str = "mosaicml") -> float:
     """
     attention = shape.layers * shape.hidden * shape.seq_len
     if convention == "mosaicml":
-        return 6.0 * shape.params + 12.0 * attention
+        return 6.0 * shape.active + 12.0 * attention
     if convention == "megatron":
-        return 6.0 * (shape.params - shape.vocab * shape.hidden) + 6.0 * attention
+        return 6.0 * (shape.active - shape.vocab * shape.hidden) + 6.0 * attention
     with Faults("flops_per_token") as faults:
         if convention != "recompute":
             faults.unknown("convention", convention, CONVENTIONS, "write one of these")
-    return 8.0 * shape.params + 16.0 * attention
+    return 8.0 * shape.active + 16.0 * attention
 
 
 def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -165,6 +180,32 @@ def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
 
 
+def _mixture(known: Mapping[str, Any], experts: int, params: int | None, dense: ModelShape) -> ModelShape:
+    """``dense``, whose MLP is that of its dense layers, with experts in the others; biases and norms in heads left out.
+
+    Counted are transformers' ``modeling_*.py``: a router of a row an expert, and DeepSeek's attention of low rank.
+    """
+    layers, hidden, heads = dense.layers, dense.hidden, dense.heads
+    every, plain = known.get("decoder_sparse_step") or 1, known.get("mlp_only_layers") or ()
+    first = known.get("first_k_dense_replace") or 0
+    sparse = sum(index >= first and (index + 1) % every == 0 and index not in plain for index in range(layers))
+    each = known.get("moe_intermediate_size") or dense.intermediate
+    always = (layers - sparse) * dense.intermediate + sparse * each * (known.get("n_shared_experts") or 0)
+    all_experts, used = (sparse * each * count for count in (experts, known.get("num_experts_per_tok") or experts))
+    attention = 0
+    if rank := known.get("kv_lora_rank"):
+        plain_head, turned, value = (known[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        low, queries = known.get("q_lora_rank"), heads * (plain_head + turned)
+        attention = low * (hidden + queries) + low if low else hidden * queries
+        attention += hidden * (rank + turned) + rank + rank * heads * (plain_head + value) + heads * value * hidden
+    tied, head = bool(known.get("tie_word_embeddings")), known.get("head_dim") or 0
+    given = hidden, layers, heads, dense.kv_heads, 0, dense.vocab
+    counted = _count(*given, tied=tied, head=head, attention=attention) + sparse * hidden * experts
+    total = params or counted + 3 * hidden * (always + all_experts)
+    active = total - 3 * hidden * (all_experts - used)
+    return replace(dense, params=total, active=active, intermediate=round((always + used) / layers))
+
+
 def _count(
     hidden: int,
     layers: int,
@@ -176,10 +217,11 @@ def _count(
     tied: bool,
     gate: bool = True,
     head: int = 0,
+    attention: int = 0,
 ) -> int:
-    """Parameters of a decoder without biases."""
+    """Parameters of a decoder without biases; ``attention`` are those of a layer's, where they follow from no heads."""
     head = head or hidden // max(heads, 1)
-    attention = 2 * hidden * head * (max(heads, 1) + kv_heads)
+    attention = attention or 2 * hidden * head * (max(heads, 1) + kv_heads)
     mlp = (3 if gate else 2) * hidden * intermediate
     return layers * (attention + mlp + 2 * hidden) + (1 if tied else 2) * vocab * hidden + hidden
 

@@ -44,6 +44,17 @@ class Doubled(nn.Linear):
         return 2 * super().forward(input)
 
 
+class Experts(nn.Module):
+    """Matrices of experts, and what else has three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.empty(4, 32, 16)), nn.Parameter(torch.empty(4, 16, 32))
+        self.positions = nn.Parameter(torch.empty(1, 16, 16))
+        self.convolution = nn.Conv1d(4, 4, 3)
+        self.shared = nn.Linear(16, 32)
+
+
 def selected(root: nn.Module, rule: FP8, **pinned: str) -> dict[str, str | None]:
     covered = pins.resolve(root, [Pin(name, dtype) for name, dtype in pinned.items()], Faults())
     layers, chosen = fp8.select(root, rule, [member.module for member in covered.members], Faults())
@@ -70,6 +81,22 @@ LEFT = {
 
 def test_every_layer_stands_once_with_its_reason() -> None:
     assert selected(Model(), FP8(small="convert"), pinned="fp32") == CONVERTED | LEFT
+
+
+def test_the_weights_of_experts_are_listed_as_left_out() -> None:
+    root = nn.ModuleDict({"experts": Experts()})
+    assert selected(root, FP8(small="convert")) == {
+        "experts.up": "kind",
+        "experts.down": "kind",
+        "experts.shared": None,
+    }
+    layers = {layer.name: layer.shape for layer in fp8.select(root, FP8(small="convert"), (), Faults())[0]}
+    assert layers["experts.up"] == (4, 32, 16)
+    with Faults() as faults:
+        fp8.select(root, FP8(small="convert", skip="shared"), (), faults)
+        (fault,) = faults.found
+        faults.found.clear()
+    assert "experts.up (4, 32, 16): kind, a 3-D weight of experts" in str(fault)
 
 
 @pytest.mark.parametrize(
