@@ -1,16 +1,18 @@
 """Counts that hold on any machine, for docs/reference/counts.md: what a step dispatches, waits for, sends and holds.
 
-``python -m benchmarks.counts``: each mode under each strategy beside Lightning's own, two processes on gloo.
+``python -m benchmarks.counts [cuda]``: each mode under each strategy beside Lightning's own, two processes on gloo; and
+on the CUDA device of nothing of ``tests/cuda_path``, of the first of several ranks.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.harness import MODES, LanguageModel, fit, plan, quietly, stock, tokens
 from benchmarks.planner_pages import DOCS, table, write
 from benchmarks.sharded import ROWS, _ours
+from cuda_path.fits import Fit
+from cuda_path.machine import Machine
+from cuda_path.processes import Processes
 from support.ranks import Ranks  # on the path since benchmarks.sharded
 
 STEPS = 4
@@ -149,6 +154,34 @@ def _rows() -> Iterator[list[str]]:
             yield [name.removeprefix("deepspeed_").removeprefix("fsdp2 "), f"`{mode}`", *cells]
 
 
+#: on CUDA: strategy and ranks
+CUDA = {
+    ALONE: Fit(),
+    "fsdp2, 8 ranks": Fit(strategy="fsdp2", ranks=8, options={"wrap": "Block"}),
+    "hsdp, 64 ranks": Fit(strategy="hsdp", ranks=64, options={"wrap": "Block", "device_mesh": (8, 8)}),
+    "fsdp1, 8 ranks": Fit(strategy="fsdp1", ranks=8),
+}
+#: the lines of the page before the two tables
+CPU_BELOW, CUDA_BELOW = "# Counts", "## On CUDA"
+
+
+def _cuda_rows() -> Iterator[list[str]]:
+    processes = Processes()
+    try:
+        for (name, host), mode in product(CUDA.items(), (*MODES, "bf16-true")):
+            fit = replace(host, precision=mode)
+            sides = [replace(fit, stock=True), fit] if name == ALONE else [fit]
+            found = [processes.run(side, Machine(count=host.ranks)) for side in sides]
+            operators = " → ".join(str(sum(one.operators.values())) for one in found)
+            ours = sum(count for where, count in found[-1].waits.items() if " lightning_mp/" in where)
+            yield [name, f"`{mode}`", operators, str(ours), str(sum(found[-1].waits.values()) - ours)]
+    finally:
+        processes.stop()
+
+
 if __name__ == "__main__":
-    HEADS = ("strategy", "mode", "operators", "device syncs", "collectives", "sent", *PHASES)
-    write(DOCS / "reference" / "counts.md", "# Counts", table(HEADS, _rows()))
+    PAGE = DOCS / "reference" / "counts.md"
+    write(PAGE, CUDA_BELOW, table(("strategy", "mode", "operators", "waits", "hosts' own"), _cuda_rows()))
+    if sys.argv[1:] != ["cuda"]:
+        HEADS = ("strategy", "mode", "operators", "device syncs", "collectives", "sent", *PHASES)
+        write(PAGE, CPU_BELOW, table(HEADS, _rows()))

@@ -301,7 +301,7 @@ class _Follow(Callback):
                 name(strided(state.values()), "optimizer_state")
 
 
-class _OneOfMany(LightningEnvironment):
+class OneOfMany(LightningEnvironment):
     """The first of so many processes, none of which is started."""
 
     def __init__(self, world_size: int) -> None:
@@ -357,7 +357,7 @@ def traced(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
             stack.enter_context(fake_ranks(ranks, known))
-            arguments["plugins"] = [_OneOfMany(ranks)]
+            arguments["plugins"] = [OneOfMany(ranks)]
         mine = MixedPrecisionPlan.from_policy(plan.policy)
         trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
         stack.enter_context(storages)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,13 @@ class Machine:
     name: str = "NVIDIA H100 80GB HBM3"
     memory: int = 80 * 10**9
     arch: str = ""
+
+    def become(self, other: Mapping[str, Any]) -> None:
+        """Take the fields of another; one with an ``arch`` is a build of torch for ROCm."""
+        import torch
+
+        vars(self).update(other)
+        torch.version.hip, torch.version.cuda = ("6.4", None) if self.arch else (None, "12.8")
 
 
 MACHINE = Machine()
@@ -205,7 +212,9 @@ def install() -> None:
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
     from torch.utils._python_dispatch import _disable_current_modes
 
     def generator_state(*_: Any) -> Any:
@@ -228,7 +237,7 @@ def install() -> None:
 
     one = Stream()
     Stream.device = torch.device("cuda", 0)
-    torch.version.cuda = "12.8"
+    torch.version.cuda = "12.8"  # while what asks for it is imported
     memory = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     generators = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all")
     _set(
@@ -268,6 +277,9 @@ def install() -> None:
     _set(torch.Tensor, record_stream=_told("record_stream"))
     # Fakes of "cuda" are made by way of "meta": there is no allocator.
     _set(FakeTensorMode, avoid_device_init=property(always(True)))
+    # Fakes stand for torch's own tensors, which multi-tensor operators take.
+    for kinds in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        kinds.append(FakeTensor)
 
 
 def _set(owner: Any, **values: Any) -> None:

@@ -25,8 +25,8 @@ from typing import IO, Any, Protocol
 from cuda_path.machine import MACHINE, Machine
 
 #: how long a case may take, on a busy machine too, and what is imported before the first
-SECONDS = 120.0
-PRELOADED = ("lightning_mp.callbacks", "lightning_mp.planner", "lightning_mp.planner.predict", "cuda_path.traces")
+SECONDS = 240.0
+PRELOADED = ("lightning_mp.callbacks", "lightning_mp.planner", "lightning_mp.planner.predict", "cuda_path.fits")
 ROOT = Path(__file__).parents[2]
 
 
@@ -107,7 +107,7 @@ def _receive(line: IO[bytes], deadline: float) -> bytes | None:
 
 
 def _answer(machine: Mapping[str, Any], case: Case) -> bytes:
-    vars(MACHINE).update(machine)
+    MACHINE.become(machine)
     try:
         return pickle.dumps((True, case.run()))
     except BaseException:

@@ -1,4 +1,7 @@
-"""What the CUDA tests share: a fit on the first GPU whose batches lie there already, so that no copy waits for it."""
+"""What the CUDA tests share: a fit on the first GPU whose batches lie there already, so that no copy waits for it.
+
+``tests/gpu`` has what only kernels can show: numbers, memory and clocks. What the host does is in ``tests/cuda_path``.
+"""
 
 from __future__ import annotations
 

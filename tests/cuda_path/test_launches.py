@@ -1,0 +1,64 @@
+"""To unscale gradients, look at them and clip them takes as many operators for many parameters as for few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuda_path.fits import watching
+from cuda_path.processes import Processes
+from lightning_mp.numerics import grads
+
+CUDA = torch.device("cuda", 0)
+
+
+def _unscale(parameters: list[Tensor]) -> None:
+    one, flag = torch.ones((), device=CUDA), torch.zeros((), device=CUDA)
+    grads.unscale_and_check_(grads.gradients(parameters), one, flag)
+
+
+def _clip_shards(parameters: list[Tensor]) -> None:
+    grads.clip_to_(parameters, 1.0, grads.global_norm(parameters, CUDA))
+
+
+STEPS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "unscale and look": _unscale,
+    "clip by norm": lambda parameters: grads.clip_grad_norm_(parameters, 1.0),
+    "clip shards by norm": _clip_shards,
+    "clip by value": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 1.0),
+}
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How many operators each of ``STEPS`` takes for so many parameters of a dtype."""
+
+    dtype: str
+    counts: tuple[int, ...]
+
+    def run(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {name: [] for name in STEPS}
+        with watching() as watched:
+            for count in self.counts:
+                parameters = [torch.ones(8, device=CUDA, dtype=getattr(torch, self.dtype)) for _ in range(count)]
+                for parameter in parameters:
+                    parameter.grad = torch.ones_like(parameter)
+                for name, step in STEPS.items():
+                    watched.operators.clear()
+                    watched.on = True
+                    step(parameters)
+                    watched.on = False
+                    found[name].append(sum(n for func, n in watched.operators.items() if not func.startswith("prim")))
+        return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operators_do_not_grow_with_the_number_of_parameters(dtype: str, cuda: Processes) -> None:
+    for name, (few, many) in cuda.run(Launched(dtype, (3, 300))).items():
+        assert many == few > 0, name
