@@ -144,7 +144,8 @@ class FirstForward:
     """Compares the ranks in the first forwards of ``root``, until ``release``; each comparison is a device sync.
 
     ``gathers`` says of a unit that is about to run whether its weights have to be gathered. ``again``: each later
-    forward in training is compared at its end, before the backward pass gathers what a rank has used.
+    forward in training is compared at its end, before the backward pass gathers what a rank has used. ``group`` is over
+    whom, on ``device``; ``None``: all.
     """
 
     def __init__(
@@ -156,8 +157,9 @@ class FirstForward:
         gathers: Callable[[nn.Module], bool] = lambda _unit: True,
         compiled: bool = False,
         again: bool = False,
+        group: Any = None,
     ) -> None:
-        self._again, self._entered = again, list[str]()
+        self._again, self._entered, self._group = again, list[str](), group
         self._names, self._device, self._gathers = [*units, _END], device, gathers
         self._active, self._known = False, set[bool]()
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
@@ -211,6 +213,6 @@ class FirstForward:
 
     def _extremes(self, value: int) -> tuple[int, int]:
         both = torch.tensor([value, -value], device=self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
         largest, smallest = both.tolist()
         return -smallest, largest

@@ -83,8 +83,14 @@ class ZeroEngine(StepEngine):
             for name, part in module.named_modules()
             if any(map(is_partitioned, part.parameters(recurse=False)))
         }
+        # Every pass is compared, on the host: an answer read from a GPU would stop it before each sum.
+        own = self.distributed and self.device.type != "cpu"
+        group: Any = dist.new_group(backend="gloo") if own else None
+        if own:
+            self._connected.callback(dist.destroy_process_group, group)
         if parted and self.distributed:
-            self._connected.callback(FirstForward(model, parted, self.device, gathers=gathers, again=True).release)
+            watch = FirstForward(model, parted, torch.device("cpu"), gathers=gathers, again=True, group=group)
+            self._connected.callback(watch.release)
         if not optimizers:  # validation
             return
         zero = self._zero = Zero(model, optimizers[0])
@@ -94,7 +100,7 @@ class ZeroEngine(StepEngine):
         self._writes = Writes(module.named_parameters())
         self._connected.callback(self._writes.release)
         self._gradients = Gradients(
-            module.named_parameters(), self.device if self.distributed else None, by_window=zero.sums_every_pass
+            module.named_parameters(), compares=self.distributed, by_window=zero.sums_every_pass, group=group
         )
         self._connected.callback(self._gradients.release)
         zero.patch(self._gradients.compare, self._raw_step)
@@ -301,18 +307,16 @@ class Gradients:
 
     Args:
         named: the module's parameters.
-        device: what ranks communicate over; ``None`` where there is one rank. They compare on the host, by gloo: an
-            answer read from a GPU would stop it before each sum.
+        compares: whether there are other ranks.
+        group: over which they compare on the host; ``None``: all.
         by_window: whether ZeRO may leave a parameter out of a pass, if another of the window reaches it.
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], device: torch.device | None, *, by_window: bool
+        self, named: Iterable[tuple[str, nn.Parameter]], *, compares: bool, by_window: bool, group: Any = None
     ) -> None:
         self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._compares, self._by_window = device is not None, by_window
-        own = device is not None and device.type != "cpu"
-        self._group: Any = dist.new_group(backend="gloo") if own else None
+        self._compares, self._by_window, self._group = compares, by_window, group
         self._in_pass: dict[int, None] = {}
         self._in_window: set[int] = set()
         self._places = {id(parameter): place for place, parameter in enumerate(self._named.values())}
@@ -368,8 +372,6 @@ class Gradients:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
 
 
 class Writes:

@@ -61,7 +61,7 @@ def _pass(module: nn.Sequential, *used: int) -> None:
 def test_each_pass_has_to_reach_every_trained_parameter_or_where_zero_can_each_window(
     module: nn.Sequential, by_window: bool
 ) -> None:
-    gradients = Gradients(module.named_parameters(), None, by_window=by_window)
+    gradients = Gradients(module.named_parameters(), compares=False, by_window=by_window)
     _pass(module, 0, 1, 2)
     gradients.finish_pass(ends_window=True)
     gradients.begin_window()
@@ -77,7 +77,7 @@ def test_each_pass_has_to_reach_every_trained_parameter_or_where_zero_can_each_w
 
 
 def test_what_is_frozen_or_unfrozen_in_a_run_is_known_by_name(module: nn.Sequential) -> None:
-    gradients = Gradients(module.named_parameters(), None, by_window=False)
+    gradients = Gradients(module.named_parameters(), compares=False, by_window=False)
     assert gradients.changed(module.named_parameters()) == []
     module[0].requires_grad_(False)
     module[2].requires_grad_(True)
