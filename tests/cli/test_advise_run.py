@@ -51,6 +51,7 @@ class Twofold(Net):
 """
 
 
+@pytest.mark.filterwarnings("ignore:predict_memory answers by a formula")  # one of the cases is to be warned of
 @pytest.mark.parametrize(
     ("change", "said"),
     [
