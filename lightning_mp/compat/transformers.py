@@ -25,12 +25,9 @@ def kept_in_fp32(module: nn.Module, storage: str) -> list[str]:
 
     As in ``PreTrainedModel._get_dtype_plan``, the list that is not strict counts where the rest is fp16 alone.
     """
-    lists = {
-        "fp16": ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-        "bf16": ("_keep_in_fp32_modules_strict",),
-    }
-    given = {name for attribute in lists.get(storage, ()) for name in getattr(module, attribute, None) or ()}
-    return sorted(name.replace("*", ".*") for name in given)
+    strict = getattr(module, "_keep_in_fp32_modules_strict", None) if storage in ("bf16", "fp16") else None
+    other = getattr(module, "_keep_in_fp32_modules", None) if storage == "fp16" else None
+    return sorted({name.replace("*", ".*") for name in (*(strict or ()), *(other or ()))})
 
 
 def initialiser(module: nn.Module) -> Callable[[nn.Module], Any] | None:

@@ -134,9 +134,7 @@ class StepEngine(ABC):
     def fp32_names(self) -> dict[str, list[str]]:
         """By half format, the names of weights that stay fp32 where the rest is cast to it: pinned, or declared."""
         assert self._module is not None
-        members = self.pin_map.members
-        fp32 = [member.module for member in members if member.pin.dtype == "fp32"]
-        return declared.fp32_names(self._module, fp32, [member.module for member in members])
+        return declared.fp32_names(self._module, {one.module: one.pin.dtype for one in self.pin_map.members})
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""

@@ -218,8 +218,7 @@ class PlanBase:
     def state_dict(self) -> dict[str, Any]:
         """The policy, the counts and the loss scale, and in a run which weights stay fp32; plain values only."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        names = {} if self.engine is None else self.engine.fp32_names()
-        fp32 = {"fp32": names} if names else {}
+        fp32 = {"fp32": names} if self.engine is not None and (names := self.engine.fp32_names()) else {}
         return {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler, **fp32}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

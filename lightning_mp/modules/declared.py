@@ -6,7 +6,7 @@ They are stored in fp32 and no more: the model's own code casts around them, as 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -53,9 +53,10 @@ def find(root: nn.Module, storage: str, pinned: Iterable[nn.Module]) -> tuple[De
     return tuple(found)
 
 
-def fp32_names(root: nn.Module, fp32: Iterable[nn.Module], pinned: Iterable[nn.Module]) -> dict[str, list[str]]:
-    """By half format, the names of the ``fp32`` modules' tensors and of what ``find`` finds, wrappers left out."""
-    listed = {half: {id(one.tensor) for one in find(root, half, pinned)} | _ids(fp32) for half in ("bf16", "fp16")}
+def fp32_names(root: nn.Module, pinned: Mapping[nn.Module, str]) -> dict[str, list[str]]:
+    """By half format, names of tensors of modules ``pinned`` to fp32 and of what ``find`` finds, wrappers left out."""
+    fp32 = _ids(module for module, dtype in pinned.items() if dtype == "fp32")
+    listed = {half: {id(one.tensor) for one in find(root, half, pinned)} | fp32 for half in ("bf16", "fp16")}
     owned = [
         (plain_name(f"{name}.{key}".strip(".")), id(tensor))
         for name, module in root.named_modules(remove_duplicate=False)

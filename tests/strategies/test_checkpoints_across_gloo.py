@@ -174,3 +174,6 @@ def test_consolidated_it_is_what_the_ranks_held(runs: Runs, tmp_path: Path, case
     state = torch.load(consolidate(path, tmp_path / "w.pt"), weights_only=True)
     assert same_weights({name: state[name] for name in held}, held)
     across.module_of(case).load_state_dict(state, strict=True)
+    half = torch.load(consolidate(path, tmp_path / "half.pt", "bf16"), weights_only=True)
+    pinned = {name for name, one in state.items() if CASES[case].pins and "norm" in name and one.is_floating_point()}
+    assert {name for name, tensor in half.items() if tensor.dtype == torch.float32} == pinned
