@@ -84,6 +84,19 @@ def test_consolidate_writes_and_says_what(checkpoint: Path, tmp_path: Path) -> N
     assert sorted(load_file(out)) == ["0.bias", "0.weight", "1.bias", "1.weight", "3.bias", "3.weight"]
 
 
+def test_consolidate_casts_what_was_pinned_only_where_all_is_asked_for(tmp_path: Path) -> None:
+    from lightning_mp import MixedPrecisionPlan
+    from support.models import Regression
+    from support.running import fit
+    from support.saving import SaveAt
+
+    plan = MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"})
+    fit(Regression(), callbacks=[SaveAt(tmp_path, 8)], plugins=[plan])
+    for options, dtypes in {(): "bf16, fp32", ("--all",): "bf16"}.items():
+        arguments = [str(tmp_path / "8.ckpt"), str(tmp_path / "w.pt"), "--dtype", "bf16"]
+        assert _run("consolidate", *arguments, *options).output.endswith(f" KiB, {dtypes}\n")
+
+
 def test_consolidate_reads_objects_only_with_trust(tmp_path: Path) -> None:
     from fractions import Fraction
 
