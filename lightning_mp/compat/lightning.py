@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import *
     from lightning.pytorch.callbacks import *
     from lightning.pytorch.core.optimizer import LightningOptimizer as LightningOptimizer
+    from lightning.pytorch.loggers import *
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
     from lightning.pytorch.plugins import *
     from lightning.pytorch.plugins.environments import *
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 COPIES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 #: where names are looked for, below the Trainer package and below the Fabric package
 _TRAINER_MODULES = (
-    *("", "callbacks", "core.optimizer", "loggers.logger", "loops.fetchers", "plugins"),
+    *("", "callbacks", "core.optimizer", "loggers", "loggers.logger", "loops.fetchers", "plugins"),
     *("plugins.io", "plugins.environments", "plugins.precision", "strategies", "strategies.deepspeed"),
     *("strategies.launchers", "strategies.strategy", "trainer.states", "utilities", "utilities.exceptions"),
     "utilities.model_helpers",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import (
     LightningModule,
+    TensorBoardLogger,
     Trainer,
     TrainerFn,
     rank_zero_info,
@@ -270,7 +271,10 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
     for logger in trainer.loggers:
         # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
         pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})
-        logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}})
+        # with hyperparameters TensorBoard writes an hp_metric: not of a run whose module has none itself
+        bare = isinstance(logger, TensorBoardLogger) and not trainer.lightning_module.hparams
+        nothing: Any = {"metrics": {}} if bare else {}
+        logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}}, **nothing)
 
 
 def ended(plan: PlanBase, trainer: Trainer | None) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -159,3 +161,20 @@ def test_overflows_from_the_default_scale_take_torchs_path_down() -> None:
     assert plan.skipped_steps > 0
     assert here.scales == there.scales
     assert same_weights(here.weights[-1], there.weights[-1])
+
+
+@pytest.mark.parametrize("hyperparameters", [{}, {"width": 3}])
+def test_tensorboard_gets_the_metrics_it_gets_under_stock(hyperparameters: dict[str, int], tmp_path: Path) -> None:
+    """An ``hp_metric`` where the module has hyperparameters, none where it has not; the plan is in ``hparams.yaml``."""
+    events: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tags = []
+    for name, host in (("stock", {"precision": "32-true"}), ("plan", {"plugins": [MixedPrecisionPlan("32-true")]})):
+        module, logger = Regression(), TensorBoardLogger(tmp_path, name=name, version="")
+        if hyperparameters:
+            module.save_hyperparameters(hyperparameters)
+        fit(module, logger=logger, max_steps=1, **host)
+        found = events.EventAccumulator(str(tmp_path / name)).Reload()
+        tags.append(found.Tags()["scalars"])
+    assert tags[0] == tags[1]
+    assert ("hp_metric" in tags[1]) is bool(hyperparameters)
+    assert "precision_plan" in (tmp_path / "plan" / "hparams.yaml").read_text()
