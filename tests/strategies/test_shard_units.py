@@ -12,6 +12,7 @@ from conformance.families import FAMILIES
 from lightning_mp import PlanError
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins
+from lightning_mp.numerics.dtypes import dtype_name
 from lightning_mp.policy import Pin
 from lightning_mp.strategies import sharding
 from support import hf
@@ -57,7 +58,8 @@ def cut(
 
 
 def _units(root: nn.Module, wrap: Any, pinned: dict[str, str], storage: torch.dtype, faults: Faults) -> Any:
-    pin_map = pins.resolve(root, [Pin(pattern, dtype) for pattern, dtype in pinned.items()], faults)
+    given = [Pin(pattern, dtype) for pattern, dtype in pinned.items()]
+    pin_map = pins.resolve(root, given, faults, dtype_name(storage))
     dtypes = {key: {"fp32": torch.float32, "bf16": torch.bfloat16}[name] for key, name in pin_map.dtypes().items()}
 
     def stored(parameter: Tensor) -> torch.dtype:
@@ -119,6 +121,19 @@ def test_pinned_modules_are_units_before_the_blocks_around_them() -> None:
     blocks, inner = cut(Model(), Block, {"norm": "fp32"}, torch.bfloat16)
     assert blocks == ["layers.0", "layers.1"]
     assert inner == ["layers.0.norm", "layers.1.norm", "layers.0", "layers.1"]
+
+
+def test_modules_that_a_model_keeps_in_fp32_are_units_and_a_part_of_one_is_refused() -> None:
+    class Declaring(Model):
+        _keep_in_fp32_modules_strict = ("norm",)
+
+    assert cut(Declaring(), Block, None, torch.bfloat16)[1] == cut(Model(), Block, {"norm": "fp32"}, torch.bfloat16)[1]
+    Declaring._keep_in_fp32_modules_strict = ("up.bias",)
+    with pytest.raises(
+        PlanError, match=r"'layers.0.up' would hold two dtypes.*layers.0.up.weight in bf.*up.bias in fl"
+    ):
+        cut(Declaring(), Block, None, torch.bfloat16)
+    cut(Declaring(), Block, {"up": "bf16"}, torch.bfloat16)
 
 
 def test_attention_is_not_cut_inside_since_it_reads_its_childrens_weights() -> None:
