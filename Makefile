@@ -38,7 +38,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples docs/_build)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-oldest works-with conformance docs lint format bench clean
+.PHONY: help demo test test-slow test-whole test-oldest works-with conformance docs lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -51,7 +51,10 @@ test: $(DONE)/test ## run the tests (those that need a GPU skip themselves where
 	@$(PYTEST) -m 'not slow' $(ARGS)
 
 test-slow: $(DONE)/test ## run the rest: launches, checkpoints across strategies, monitors on every distributed host
-	@$(PYTEST) -m slow $(ARGS)
+	@$(PYTEST) -m 'slow and not whole' $(ARGS)
+
+test-whole: $(DONE)/test ## run every cell of the tables of which the others run a part (about two hours)
+	@$(PYTEST) -m whole $(ARGS)
 
 test-oldest: $(OLDEST)/.done ## train, skip, save and resume under every strategy, on the oldest releases that pyproject.toml allows
 	@mkdir -p "$(OLDEST_EXTENSIONS)" && find "$(OLDEST_EXTENSIONS)" -name lock -delete

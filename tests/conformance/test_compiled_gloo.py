@@ -29,7 +29,7 @@ def _cells() -> Iterator[Any]:
     quick = ("single", "block.compile() inductor: bf16-mixed+all")
     for cell in (quick, *_sample("aot_eager"), *_sample("inductor")):
         slow = cell != quick and ("inductor" in cell[1] or ("fp8" in cell[1] and world(cell[0]) > 1))
-        yield pytest.param(*cell, marks=pytest.mark.slow if slow else ())
+        yield pytest.param(*cell, marks=[pytest.mark.slow, pytest.mark.whole] if slow else [])
 
 
 #: inductor compiles FP8 that is emulated for a minute

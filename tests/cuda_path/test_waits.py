@@ -143,6 +143,7 @@ def test_the_host_waits_where_the_table_says(host: str, cuda: Processes) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_host_waits_where_the_table_says_in_every_cell(host: str, mode: str, cuda: Processes) -> None:
