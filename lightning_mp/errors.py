@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -21,18 +21,19 @@ T = TypeVar("T")
 class Fault:
     """One thing wrong with what the user wrote; each part is the rest of a sentence, without its end.
 
-    ``given`` goes on from "Got", ``allowed`` from "Allowed:"; ``fix`` is what to do, as one would say it. Where there
-    is nothing to choose from, ``allowed`` is empty and ``given`` says what happened.
+    ``problem`` goes on from "Got", ``allowed`` from "Allowed:"; ``fix`` is what to do, as one would say it. Where there
+    is nothing to choose from, ``allowed`` is empty and ``problem`` says what happened.
     """
 
-    given: str
-    allowed: str
+    problem: str
+    _: KW_ONLY
     fix: str
+    allowed: str = ""
 
     def __str__(self) -> str:
         if not self.allowed:
-            return f"{_ended(_capitalised(self.given))} {_ended(_capitalised(self.fix))}"
-        return f"Got {_ended(self.given)} Allowed: {_ended(self.allowed)} {_ended(_capitalised(self.fix))}"
+            return f"{_ended(_capitalised(self.problem))} {_ended(_capitalised(self.fix))}"
+        return f"Got {_ended(self.problem)} Allowed: {_ended(self.allowed)} {_ended(_capitalised(self.fix))}"
 
 
 def _ended(text: str) -> str:
@@ -57,9 +58,9 @@ class PlanError(ValueError):
         super().__init__("\n".join(lines))
 
     @classmethod
-    def of(cls, given: str, fix: str, subject: str = "MixedPrecisionPlan") -> PlanError:
+    def of(cls, problem: str, fix: str, subject: str = "MixedPrecisionPlan") -> PlanError:
         """That of one thing that happened, and what to do."""
-        return cls([Fault(given, "", fix)], subject)
+        return cls([Fault(problem, fix=fix)], subject)
 
     def listed(self) -> str:
         """The faults as a command prints them: one alone in its line, or their count and one a line."""
@@ -129,25 +130,24 @@ class Faults:
         #: what was noted so far
         self.found: list[Fault] = []
 
-    def add(self, given: str, *rest: str) -> None:
-        """Note one fault: what was given, what is allowed, where there is something to choose from, and what to do."""
-        *allowed, fix = rest
-        self.found.append(Fault(given, "".join(allowed), fix))
+    def add(self, problem: str, *, fix: str, allowed: str = "") -> None:
+        """Note one fault: what was given or happened, what to do, and what is allowed, where there is a choice."""
+        self.found.append(Fault(problem, fix=fix, allowed=allowed))
 
     def unknown(self, what: str, word: object, known: Iterable[str], otherwise: str = "remove it") -> None:
         """Note a name that is none of ``known``; the fix names the nearest, or is ``otherwise`` where none is near."""
         names = list(dict.fromkeys(known))
-        self.add(f"unknown {what} {word!r}", ", ".join(names), did_you_mean(str(word), names, otherwise))
+        self.add(f"unknown {what} {word!r}", allowed=", ".join(names), fix=did_you_mean(str(word), names, otherwise))
 
     def whole(self, name: str, value: object, least: int, fix: str) -> None:
         """Note ``value`` unless it is a whole number of at least ``least``."""
         if not is_whole(value) or value < least:
-            self.add(f"{name}={value!r}", f"a whole number >= {least}", fix)
+            self.add(f"{name}={value!r}", allowed=f"a whole number >= {least}", fix=fix)
 
     def one_of(self, name: str, value: object, allowed: Sequence[object], fix: str) -> None:
         """Note ``value`` unless it is one of ``allowed``, which are of one type; 1 is not True."""
         if not isinstance(value, type(allowed[0])) or value not in allowed:
-            self.add(f"{name}={value!r}", ", ".join(map(repr, allowed)), fix)
+            self.add(f"{name}={value!r}", allowed=", ".join(map(repr, allowed)), fix=fix)
 
     def extend(self, faults: Iterable[Fault]) -> None:
         """Note faults found elsewhere."""
@@ -158,7 +158,7 @@ class Faults:
         if self.found:
             raise PlanError(self.found, self._subject)
 
-    def sound(self, value: T | None) -> T:
+    def unwrap(self, value: T | None) -> T:
         """``value``, which is there where nothing was noted; else :class:`PlanError` with everything noted so far."""
         self.raise_if_any()
         assert value is not None, "else there was a fault"

@@ -137,8 +137,8 @@ def suggest_pins(
         faults.whole("max_pins", max_pins, 1, "leave it out")
         if first is None:
             fix = "have configure_model() or setup() make them first"
-            faults.add(f"{type(module).__name__} without parameters", fix)
-    device = faults.sound(first).device
+            faults.add(f"{type(module).__name__} without parameters", fix=fix)
+    device = faults.unwrap(first).device
     generators = rng_state(device)
     try:
         drawn = list(islice(batches, steps))

@@ -13,15 +13,15 @@ import pytest
 from lightning_mp import LossScaleError, MissingExtraError, NonFiniteError, PlanError
 from lightning_mp.errors import Fault, Faults, is_number, is_whole
 
-FAULTS = (Fault("x=1", "2", "write 2"), Fault("y='a'", "'b'", "choose 'b'"))
+FAULTS = (Fault("x=1", allowed="2", fix="write 2"), Fault("y='a'", allowed="'b'", fix="choose 'b'"))
 
 
 @pytest.mark.parametrize(
     ("fault", "read"),
     [
         (FAULTS[0], "Got x=1. Allowed: 2. Write 2."),
-        (Fault("x=1", "2", "did you mean 'y'?"), "Got x=1. Allowed: 2. Did you mean 'y'?"),
-        (Fault("x=1", "2", "x=2 is the default"), "Got x=1. Allowed: 2. x=2 is the default."),
+        (Fault("x=1", allowed="2", fix="did you mean 'y'?"), "Got x=1. Allowed: 2. Did you mean 'y'?"),
+        (Fault("x=1", allowed="2", fix="x=2 is the default"), "Got x=1. Allowed: 2. x=2 is the default."),
     ],
 )
 def test_a_fault_reads_as_sentences_with_the_fix_last(fault: Fault, read: str) -> None:
@@ -55,14 +55,14 @@ def test_a_missing_extra_names_the_command() -> None:
 
 def _failing_with_a_fault() -> None:
     with Faults("Pin") as faults:
-        faults.add("x=1", "2", "write 2")
+        faults.add("x=1", allowed="2", fix="write 2")
         raise KeyError("other")
 
 
 def test_faults_are_collected_and_raised_together_and_hide_no_other_error() -> None:
     faults = Faults("Pin")
     faults.raise_if_any()
-    faults.add("x=1", "2", "write 2")
+    faults.add("x=1", allowed="2", fix="write 2")
     faults.extend(FAULTS[1:])
     with pytest.raises(PlanError) as error, faults:
         pass

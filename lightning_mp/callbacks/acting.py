@@ -84,7 +84,7 @@ class EnableTF32(ActingCallback):
             return None
         refused = tf32_refusal()
         if refused is not None:
-            faults.add(*refused)
+            faults.add(refused[0], fix=refused[1])
         faults.raise_if_any()
         return set_tf32(self.setting)
 
@@ -112,7 +112,7 @@ class DtypePinning(ActingCallback):
         precision = str(trainer.precision)
         if precision == "16-mixed" and any(member.pin.dtype == "fp16" for member in pin_map.members):
             fix = "pin to 'bf16', or use MixedPrecisionPlan('16-mixed', pins=...), whose scaler does"
-            faults.add("a pin to fp16 under stock '16-mixed', whose GradScaler unscales no fp16 gradients", fix)
+            faults.add("a pin to fp16 under stock '16-mixed', whose GradScaler unscales no fp16 gradients", fix=fix)
         faults.raise_if_any()
         tensors = [
             (tensor, tensor.dtype)

@@ -85,7 +85,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             return None
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             fix = "use MixedPrecisionPlan(nonfinite='skip') with strategy='mp_deepspeed_zero1', 2 or 3"
-            faults.add("NonFiniteGuard cannot skip a step of DeepSpeed's, which alone has the gradients", fix)
+            faults.add("NonFiniteGuard cannot skip a step of DeepSpeed's, which alone has the gradients", fix=fix)
         if self.on_trip == "rewind":
             check_rewind(trainer, "on_trip='rewind'", "on_trip='skip'", faults)
         faults.raise_if_any()
@@ -98,9 +98,9 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             PlanError: an optimizer whose step cannot be skipped from outside, or a folder that another run writes to.
         """
         with Faults(_NAME) as faults:
-            for optimizer in filter(optimizer_facts.calls_closure_again, trainer.optimizers):
+            for optimizer in filter(optimizer_facts.requires_closure, trainer.optimizers):
                 what = f"{type(optimizer).__name__} moves weights between two evaluations of its closure"
-                faults.add(f"{what}, so that its step cannot be skipped", "use AdamW or SGD")
+                faults.add(f"{what}, so that its step cannot be skipped", fix="use AdamW or SGD")
         if is_fresh(trainer):
             self.events, self.step_skipped = [], False
             self.skipped_steps = self.applied_steps = self._in_a_row = 0
@@ -165,8 +165,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
 
     def _explain(self, run: _Run, trainer: Trainer) -> None:
         #: an overflow is the scaler's search for the right scale
-        searching = not run.bad_loss and (run.scale or 0.0) > _FLOOR
-        self._in_a_row += not searching
+        scale_warmup = not run.bad_loss and (run.scale or 0.0) > _FLOOR
+        self._in_a_row += not scale_warmup
         allowed = 0 if self.on_trip == "raise" else self.max_consecutive
         kind = "loss" if run.bad_loss else "gradient"
         verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
@@ -175,12 +175,12 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             in_a_row=self._in_a_row,
             allowed=allowed,
             scale=run.scale,
-            searching=searching,
-            verdict=verdict if self._in_a_row > allowed and not searching else None,
+            scale_warmup=scale_warmup,
+            verdict=verdict if self._in_a_row > allowed and not scale_warmup else None,
             bad_loss=run.bad_loss,
-            at_hand=None if run.bad_loss else run.at_hand,
+            from_gradients=None if run.bad_loss else run.from_gradients,
         )
-        if self.on_trip == "reduce_lr" and not searching:
+        if self.on_trip == "reduce_lr" and not scale_warmup:
             self._reduce.start(trainer)
 
     # ------------------------------------------------------------------ checkpoints
@@ -219,7 +219,7 @@ class _Run:
         self.bad_loss = False
         self.scale: float | None = None
         #: what the gradients say, before they are dropped
-        self.at_hand: Origin | None = None
+        self.from_gradients: Origin | None = None
         if not self.trainer.lightning_module.automatic_optimization or begins_window(self.trainer, batch_idx):
             self.losses.clear()
         self.bad_steps.remember(batch, batch_idx)
@@ -242,7 +242,7 @@ class _Run:
         if guard.step_skipped:
             self.bad_loss |= bad_loss
             self.scale = None if self.scaler is None else float(self.scaler.get_scale())
-            self.at_hand = self.at_hand or nonfinite.from_gradients(self.trainer.lightning_module)
+            self.from_gradients = self.from_gradients or nonfinite.from_gradients(self.trainer.lightning_module)
             suppress(optimizer, self.scaler)
         self.dropped += guard.step_skipped
         guard.skipped_steps += guard.step_skipped

@@ -490,7 +490,7 @@ def _raised(error: NonFiniteError, run: _Run) -> Event:
 
 def _check_skips(trainer: Trainer, module: LightningModule) -> None:
     """Raise where a step cannot be left out."""
-    again = [type(one).__name__ for one in trainer.optimizers if optimizer_facts.calls_closure_again(one)]
+    again = [type(one).__name__ for one in trainer.optimizers if optimizer_facts.requires_closure(one)]
     count = 1 if module.automatic_optimization else len(trainer.optimizers)
     where = f"with {', '.join(again)}, which moves weights between two evaluations of its closure" if again else ""
     where = f"with {count} optimizers in manual optimization" if count > 1 else where

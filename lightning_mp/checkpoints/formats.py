@@ -38,12 +38,12 @@ ALLOWED = (
 class CheckpointFormatError(ValueError):
     """A checkpoint that cannot be read, or an output that cannot be written from it."""
 
-    def __init__(self, given: str, fix: str, allowed: str = "") -> None:
-        self.fault = Fault(given, allowed, fix)
+    def __init__(self, problem: str, fix: str, allowed: str = "") -> None:
+        self.fault = Fault(problem, fix=fix, allowed=allowed)
         super().__init__(str(self.fault))
 
     def __reduce__(self) -> tuple[type[CheckpointFormatError], tuple[str, str, str]]:
-        return type(self), (self.fault.given, self.fault.fix, self.fault.allowed)
+        return type(self), (self.fault.problem, self.fault.fix, self.fault.allowed)
 
 
 def without_file_protocol(path: Any) -> Any:

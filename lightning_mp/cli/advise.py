@@ -95,12 +95,12 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
     faults = Faults("advise")
     ways: list[Fit] = []
     with refusals("advise"), redirect_stdout(sys.stderr):
-        device = faults.sound(find(gpu, faults))
+        device = faults.unwrap(find(gpu, faults))
         with parts.one_run(arguments, faults, "advise", config_dirs, callbacks=None) as (config, regime):
             model, loaders = parts.parts(config, faults)
             batch = next(iter(parts.training_batches(loaders, model)), None)
             if batch is None:
-                faults.add("the data hold no batch", "look at the data section")
+                faults.add("the data hold no batch", fix="look at the data section")
                 faults.raise_if_any()
             trainer, rows = dict(regime.trainer), rows_of(batch)
             devices = _count(trainer.get("devices"), faults) * (trainer.get("num_nodes") or 1)

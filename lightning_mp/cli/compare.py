@@ -72,7 +72,7 @@ def _compared(
     with composed(arguments, "compare", faults, config_dirs, **replaced) as (job,):
         config = job.config
         if config.get("ckpt_path"):
-            faults.add("ckpt_path: compared runs begin with the module's own weights", "have the module load them")
+            faults.add("ckpt_path: compared runs begin with the module's own weights", fix="have the module load them")
         trainer = parts.trainer_arguments(config, faults)
         faults.raise_if_any()
         folder = asked["out"] or Path(config["run_dir"])

@@ -90,7 +90,7 @@ def composed(
         raise MissingExtraError("hydra-core", "hydra", "composing a config") from error
 
     if not arguments and command != "train":
-        faults.add(f"{command} without a run", f"write lightning-mp {command} run.yaml")
+        faults.add(f"{command} without a run", fix=f"write lightning-mp {command} run.yaml")
         faults.raise_if_any()
     path, overrides = _split(arguments)
     root = path or Path(str(files("lightning_mp.configs"))) / "train.yaml"
@@ -139,7 +139,7 @@ def _hydra_errors(faults: Faults, path: Path | None) -> Generator[None]:
             names = known.split()
             fix = precision_fix(option, (), names) if group == "plan" else did_you_mean(option, names, other)
         where = "" if path is None or path.name in said else f"{path.name}: "
-        faults.add(f"the config does not compose: {where}{said}", fix)
+        faults.add(f"the config does not compose: {where}{said}", fix=fix)
         faults.raise_if_any()
 
 
@@ -201,12 +201,12 @@ def _mapping(path: Path, faults: Faults) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     if not path.is_file():
-        faults.add(f"config {str(path)!r}, which is no file", "check the path")
+        faults.add(f"config {str(path)!r}, which is no file", fix="check the path")
     else:
         body: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         if isinstance(body, dict):
             return cast("dict[str, Any]", body)
-        faults.add(f"config {str(path)!r}, which is no mapping", "write 'plan:' in it")
+        faults.add(f"config {str(path)!r}, which is no mapping", fix="write 'plan:' in it")
     faults.raise_if_any()
     return {}
 
@@ -340,7 +340,7 @@ def _resolved(
         config.update({**replaced, "run_dir": str(folder)})
         del config["hydra"]
     for name in (name for name in needed if not config.get(name)):
-        faults.add(f"no {name}", f"write a section {name!r}, or choose one of the group: {_NEEDED[name]}")
+        faults.add(f"no {name}", fix=f"write a section {name!r}, or choose one of the group: {_NEEDED[name]}")
     for name in map(str, config):
         before = len(faults.found)
         if name == "strategy" and not config.get("plan") and is_ours(config[name]):
@@ -352,7 +352,7 @@ def _resolved(
                     value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             key = error.full_key or name
-            faults.add(f"{key}: {str(error).splitlines()[0]}", f"give it a value: {key}=...")
+            faults.add(f"{key}: {str(error).splitlines()[0]}", fix=f"give it a value: {key}=...")
             continue
         for given, path in _targets(value, name):
             _check_target(given, path, faults)
@@ -362,7 +362,7 @@ def _resolved(
     if isinstance(trainer, dict):
         _check_trainer(cast("dict[str, Any]", trainer), planned, faults)
     else:
-        faults.add(f"trainer={trainer!r} is no mapping", "write its arguments below it, as in max_steps: 100")
+        faults.add(f"trainer={trainer!r} is no mapping", fix="write its arguments below it, as in max_steps: 100")
         del found["trainer"]
     return found
 
@@ -372,10 +372,10 @@ def _check_trainer(given: Mapping[str, Any], planned: bool, faults: Faults) -> N
 
     for key in (key for key in given if not key.startswith("_")):
         if key in _ELSEWHERE and planned:
-            faults.add(f"trainer.{key} next to a plan", f"set {_ELSEWHERE[key]} instead")
+            faults.add(f"trainer.{key} next to a plan", fix=f"set {_ELSEWHERE[key]} instead")
         elif key not in trainer_arguments():
             fix = did_you_mean(key, trainer_arguments(), "remove it")
-            faults.add(f"trainer.{key}, which Lightning's Trainer does not take", fix)
+            faults.add(f"trainer.{key}, which Lightning's Trainer does not take", fix=fix)
 
 
 def is_ours(strategy: Any) -> bool:
@@ -397,7 +397,9 @@ def _targets(value: Any, path: str) -> Iterator[tuple[Mapping[str, Any], str]]:
 def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:
     target = str(given["_target_"])
     if not callable(_located(target)):
-        faults.add(f"{path}._target_: {target} names no class or function", "check that package.module.Name imports")
+        faults.add(
+            f"{path}._target_: {target} names no class or function", fix="check that package.module.Name imports"
+        )
         return
     takes = signature_of(target)
     if takes is None or path.startswith(("plan", "trainer")):  # what these take is checked elsewhere
@@ -408,7 +410,7 @@ def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:
         if not given.get("_partial_") and not given.get("_args_"):
             takes.bind(**keys)
     except TypeError as error:
-        faults.add(f"{path}: {error}", f"{target} takes {', '.join(takes.parameters)}")
+        faults.add(f"{path}: {error}", fix=f"{target} takes {', '.join(takes.parameters)}")
 
 
 def signature_of(target: str) -> inspect.Signature | None:

@@ -151,8 +151,8 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
         model, data = parts.parts(config, faults)
         trainer.fit(model, **data)
     if callback.report is None:
-        faults.add("the run made no step", "look at the data section")
-    return faults.sound(callback.report), folder
+        faults.add("the run made no step", fix="look at the data section")
+    return faults.unwrap(callback.report), folder
 
 
 # ---------------------------------------------------------------------- pins

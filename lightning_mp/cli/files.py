@@ -101,10 +101,10 @@ def init(
         if source is None:
             names = [*known[EXPERIMENT], *(f"{one}/{other}" for one, options in known.items() for other in options)]
             fix = f"{did_you_mean(name, names)} 'lightning-mp init' lists them"
-            faults.add(f"{name!r} is no config of the package", fix)
+            faults.add(f"{name!r} is no config of the package", fix=fix)
         elif target.exists():
-            faults.add(f"{target} exists", "rename it, or go to another folder")
-        source = faults.sound(source)
+            faults.add(f"{target} exists", fix="rename it, or go to another folder")
+        source = faults.unwrap(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         # its editor finds the schema where the package is
         text = source.read_text(encoding="utf-8").replace("$schema=..", f"$schema={source.parents[1].as_uri()}")

@@ -82,7 +82,7 @@ def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
         return {f"{name}_dataloaders": loader for name, loader in built.items()}
     if isinstance(built, (dict, str, int)):
         said = f"the keys {', '.join(map(str, built))}" if isinstance(built, dict) else repr(built)
-        faults.add(f"data: {said}", "write '_target_: package.Class', or the keys train and val")
+        faults.add(f"data: {said}", fix="write '_target_: package.Class', or the keys train and val")
         return {}
     return fit_arguments(built)
 
@@ -111,7 +111,7 @@ def one_run(
         PlanError: all that was noted in ``faults``, before and here.
     """
     with composed(arguments, command, faults, config_dirs, **replaced) as (job,):
-        found = faults.sound(regime(job.config, job.places, faults))
+        found = faults.unwrap(regime(job.config, job.places, faults))
         with running(Path(job.config["run_dir"]), faults):
             yield job.config, found
 
@@ -121,7 +121,7 @@ def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, d
     if config.get("seed") is not None:
         seed_everything(config["seed"], workers=True, verbose=False)
     built, loaders = model(config, faults), data(config, faults)
-    return faults.sound(built), loaders
+    return faults.unwrap(built), loaders
 
 
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
@@ -131,15 +131,17 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
         torch.cuda.is_available() or torch.backends.mps.is_available()
     )
     if on_cpu and is_whole(devices) and devices > most:
-        faults.add(f"trainer.devices={devices}, processes on {counted(os.cpu_count() or 1, 'core')}", "write 1 or 2")
+        faults.add(
+            f"trainer.devices={devices}, processes on {counted(os.cpu_count() or 1, 'core')}", fix="write 1 or 2"
+        )
         faults.raise_if_any()
     try:
         return Trainer(**arguments)
     except PlanError:
         raise
     except Exception as error:  # Lightning's own, of several kinds
-        faults.add(f"trainer: {type(error).__name__}: {one_line(error)}", "fix the trainer or strategy section")
-    return faults.sound(None)
+        faults.add(f"trainer: {type(error).__name__}: {one_line(error)}", fix="fix the trainer or strategy section")
+    return faults.unwrap(None)
 
 
 def show_readings(trainer: Trainer) -> None:
@@ -167,7 +169,7 @@ def running(folder: Path, faults: Faults) -> Generator[None]:
         try:
             yield
         except MisconfigurationException as error:
-            faults.add(f"Lightning cannot run this: {one_line(error)}", "fix what it names")
+            faults.add(f"Lightning cannot run this: {one_line(error)}", fix="fix what it names")
             faults.raise_if_any()
 
 
@@ -197,7 +199,7 @@ def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
     except PlanError as error:
         faults.extend(error.faults)
     except MissingExtraError as error:
-        faults.add(f"strategy: {error}", "install it, or choose another")
+        faults.add(f"strategy: {error}", fix="install it, or choose another")
     return None
 
 
@@ -209,7 +211,7 @@ def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
         if entry is None:
             continue
         if not isinstance(entry, Mapping) or "_target_" not in entry:
-            faults.add(f"callbacks.{name}: {entry!r}", "write '_target_: package.Class', or null")
+            faults.add(f"callbacks.{name}: {entry!r}", fix="write '_target_: package.Class', or null")
             continue
         takes = signature_of(entry["_target_"])
         own = {key: home for key, home in homes.items() if takes and key in takes.parameters and not entry.get(key)}
@@ -231,13 +233,15 @@ def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> 
         built = instantiate(given, _convert_="all") if isinstance(given, (dict, list)) else given
         if built is None or isinstance(built, kind):
             return built
-        faults.add(f"{part}: a {type(built).__name__}, no {kind.__name__}", "give the _target_ of one")
+        faults.add(f"{part}: a {type(built).__name__}, no {kind.__name__}", fix="give the _target_ of one")
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, PlanError):
-            faults.extend(Fault(f"{part}: {fault.given}", fault.allowed, fault.fix) for fault in cause.faults)
+            faults.extend(
+                Fault(f"{part}: {fault.problem}", allowed=fault.allowed, fix=fault.fix) for fault in cause.faults
+            )
         elif isinstance(cause, (MissingExtraError, MisconfigurationException)):
-            faults.add(f"{part}: {one_line(cause)}", "fix it, or its arguments")
+            faults.add(f"{part}: {one_line(cause)}", fix="fix it, or its arguments")
         else:
             raise  # from the user's own code, whose traceback is shown
     return None

@@ -83,7 +83,7 @@ def run(
         config = jobs[0].config
         with redirect_stdout(sys.stderr) if only_show else nullcontext():  # what others print is no part of the config
             _check_settings(config, faults)
-            regime = faults.sound(parts.regime(config, jobs[0].places, faults))
+            regime = faults.unwrap(parts.regime(config, jobs[0].places, faults))
         if only_show:
             say("---\n".join(_as_yaml(job.config) for job in jobs).rstrip())
             return 0
@@ -95,14 +95,14 @@ def _check_settings(config: dict[str, Any], faults: Faults) -> None:
 
     seed, checkpoint = config.get("seed"), str(config.get("ckpt_path"))
     if seed is not None and not (is_whole(seed) and 0 <= seed < 2**32):
-        faults.add(f"seed={seed!r}", "an integer from 0 to 2**32 - 1, or null", "write seed=0")
+        faults.add(f"seed={seed!r}", allowed="an integer from 0 to 2**32 - 1, or null", fix="write seed=0")
     # with a colon it is an address (s3://…) or a model of a registry
     is_path = checkpoint not in ("None", "last", "hpc", "registry") and ":" not in checkpoint
     if is_path and not Path(checkpoint).exists():
-        faults.add(f"ckpt_path={checkpoint}, which does not exist", "check the path, or write 'last'")
+        faults.add(f"ckpt_path={checkpoint}, which does not exist", fix="check the path, or write 'last'")
     home = str((config.get("trainer") or {}).get("default_root_dir") or config["run_dir"])
     if checkpoint == "hpc" and "://" not in home and not any(Path(home).glob("hpc_ckpt_*.ckpt")):
-        faults.add(f"ckpt_path=hpc, and no hpc_ckpt_*.ckpt in {home}", "write the path of a checkpoint, or 'last'")
+        faults.add(f"ckpt_path=hpc, and no hpc_ckpt_*.ckpt in {home}", fix="write the path of a checkpoint, or 'last'")
 
 
 def _as_yaml(config: dict[str, Any]) -> str:
@@ -143,7 +143,7 @@ def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(_as_yaml(config), encoding="utf-8")
     except OSError as error:
-        faults.add(f"run_dir={folder}: {error}", "choose another")
+        faults.add(f"run_dir={folder}: {error}", fix="choose another")
         faults.raise_if_any()
 
 

@@ -365,18 +365,24 @@ def check_numbers(seeds: Any, steps: Any, margin: Any, faults: Faults) -> None:
     faults.whole("seeds", seeds, 1, "write 8: the interval narrows with every seed")
     faults.whole("steps", steps, 1, "write 100")
     if margin is not None and (not is_number(margin) or margin < 0):
-        faults.add(f"margin={margin!r}", "a finite number >= 0, in units of the loss", "leave it out for 0.5 %")
+        faults.add(
+            f"margin={margin!r}", allowed="a finite number >= 0, in units of the loss", fix="leave it out for 0.5 %"
+        )
 
 
 def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) -> None:
     if not isinstance(module, LightningModule) and (not callable(module) or isinstance(module, torch.nn.Module)):
-        faults.add(f"module, a {type(module).__name__}", "a LightningModule, or a function that makes one", "give one")
+        faults.add(
+            f"module, a {type(module).__name__}",
+            allowed="a LightningModule, or a function that makes one",
+            fix="give one",
+        )
     for name in (name for name in OWN if name in trainer):
-        faults.add(f"{name}={trainer[name]!r}, which compare sets itself", "remove it, or write steps=")
+        faults.add(f"{name}={trainer[name]!r}, which compare sets itself", fix="remove it, or write steps=")
     for name in trainer.keys() - set(trainer_arguments()):
         faults.unknown("keyword", name, [*signature(compare).parameters, *trainer_arguments()])
     if out is not None and Path(out).exists() and not Path(out).is_dir():
-        faults.add(f"out={str(out)!r} is a file", "name a folder, new or not")
+        faults.add(f"out={str(out)!r} is a file", fix="name a folder, new or not")
 
 
 # ---------------------------------------------------------------------- the runs
@@ -397,7 +403,7 @@ def _first_steps(runs: Runs, named: Mapping[str, PrecisionPolicy]) -> dict[str, 
     with Faults(SUBJECT) as faults:
         for fault, names in refused.items():
             whose = "" if len(names) == len(named) else f"{', '.join(names)}: "
-            faults.extend([replace(fault, given=f"{whose}{fault.given}")])
+            faults.extend([replace(fault, problem=f"{whose}{fault.problem}")])
     first, *others = peaks.values()
     if isinstance(first, Exception) and all(isinstance(other, Exception) for other in others):
         raise first  # the user's own, with its traceback
@@ -463,7 +469,7 @@ def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]
             number = sum(other == name or other.startswith(f"{name} (") for other in found)
             found[f"{name} ({number + 1})" if number else name] = policy
     if len(plans) < 2:
-        faults.add(counted(len(plans), "plan"), "two or more", "write bf16-mixed,fp8-mixed")
+        faults.add(counted(len(plans), "plan"), allowed="two or more", fix="write bf16-mixed,fp8-mixed")
     return found
 
 
@@ -492,5 +498,9 @@ def _policy(plan: PlanLike, faults: Faults) -> PrecisionPolicy | None:
     except PlanError as error:
         faults.extend(error.faults)
         return None
-    faults.add(f"plan {plan!r}", ", ".join([*PRECISIONS, *PRESETS, "a YAML file"]), precision_fix(plan, (), PRESETS))
+    faults.add(
+        f"plan {plan!r}",
+        allowed=", ".join([*PRECISIONS, *PRESETS, "a YAML file"]),
+        fix=precision_fix(plan, (), PRESETS),
+    )
     return None

@@ -18,7 +18,7 @@ from lightning_mp.errors import counted, is_number
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.report.charts import Panel, draw
 from lightning_mp.monitor.report.load import Run, Series
-from lightning_mp.monitor.report.page import document, put
+from lightning_mp.monitor.report.page import atomic_write, document
 from lightning_mp.monitor.run_folder import to_json
 from lightning_mp.policy import PrecisionPolicy
 
@@ -422,8 +422,8 @@ def write(comparison: Comparison, folder: Path) -> None:
         OSError: they cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    put(folder / "compare.json", to_json(comparison.to_dict(), indent=2) + "\n")
-    put(folder / "compare.html", render(comparison))
+    atomic_write(folder / "compare.json", to_json(comparison.to_dict(), indent=2) + "\n")
+    atomic_write(folder / "compare.html", render(comparison))
 
 
 def render(comparison: Comparison) -> str:

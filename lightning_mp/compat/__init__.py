@@ -28,7 +28,7 @@ def check_versions(faults: Faults, *names: str) -> None:
         found = installed(name)
         if not SpecifierSet(VERSIONS[name]).contains(found, prereleases=True):
             fix = f"run pip install '{name}{VERSIONS[name]}'"
-            faults.add(f"{name} {found}, which is not tested", f"{name} {VERSIONS[name]}", fix)
+            faults.add(f"{name} {found}, which is not tested", allowed=f"{name} {VERSIONS[name]}", fix=fix)
 
 
 def require_versions(subject: str, *names: str) -> None:

@@ -45,7 +45,7 @@ def policies(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
                 yield name, _state(unit)._mp_policy, stored
 
 
-class GatherWays:
+class GatherExtensions:
     """More than one way in which FSDP2 gathers a parameter; each keeps what torch made for it, gradients included."""
 
     _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
@@ -57,7 +57,7 @@ class GatherWays:
         self.shard: Tensor = parameter.sharded_param
 
     @classmethod
-    def of(cls, model: nn.Module) -> list[GatherWays]:
+    def of(cls, model: nn.Module) -> list[GatherExtensions]:
         """Those of every parameter in a unit of ``model``."""
         return [cls(one) for group in _groups_below(model) for one in group.fsdp_params]
 
@@ -68,7 +68,7 @@ class GatherWays:
     def take(self, name: str, extension: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         """Gather the way called ``name`` from now on, by FSDP2's extensions before and after an all-gather."""
         local: Any = self.local()
-        _take_off([local], "fsdp_pre_all_gather", "fsdp_post_all_gather")
+        _unpatch([local], "fsdp_pre_all_gather", "fsdp_post_all_gather")
         if extension is not None:
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = extension
         if name == self._name:
@@ -94,7 +94,7 @@ def gather_halves(
         for parameter in group.fsdp_params:
             info = parameter._module_info
             name = names.get((id(info.module), info.param_name))
-            _take_off([parameter], "init_dtype_attrs", "init_unsharded_param", "_unsharded_param")
+            _unpatch([parameter], "init_dtype_attrs", "init_unsharded_param", "_unsharded_param")
             parameter.param_dtype, parameter.all_gather_outputs = None, []
             if name is not None and parameter.sharded_param.dtype == torch.float32:
                 _gather_as(parameter, dtype, lambda whole, name=name: wrap(whole, name))
@@ -162,7 +162,7 @@ class UnusedParameters:
 
     def release(self) -> None:
         """Let go of the units."""
-        _take_off(self._groups, "pre_forward", "post_backward")
+        _unpatch(self._groups, "pre_forward", "post_backward")
         self._groups, self._names, self._left = [], {}, {}
 
     def _complete(self, group: Any, *, last: bool) -> None:
@@ -214,10 +214,10 @@ def _has_gradient(parameter: Any) -> bool:
 def ranks_apart(given: str) -> Fault:
     """What to say where ranks run different modules."""
     fix = "run every one on every rank, with 0 times what one does not need in its loss, or use strategy='mp_ddp'"
-    return Fault(f"{given}, with sharded weights, which all ranks gather and sum together", "", fix)
+    return Fault(f"{given}, with sharded weights, which all ranks gather and sum together", fix=fix)
 
 
-def keep_alike(model: nn.Module) -> Callable[[], None]:
+def sync_hooks_and_requires_grad(model: nn.Module) -> Callable[[], None]:
     """Give gathered parameters the hooks and ``requires_grad`` of their shards; what is returned ends that.
 
     The hooks then see the whole gradient of this rank before it is summed, as under DDP. torch itself copies
@@ -227,7 +227,7 @@ def keep_alike(model: nn.Module) -> Callable[[], None]:
     groups = _groups_below(model)
     for group in groups:
         _keep_alike(group)
-    return partial(_take_off, groups, "wait_for_unshard", "_to_sharded")
+    return partial(_unpatch, groups, "wait_for_unshard", "_to_sharded")
 
 
 def _keep_alike(group: Any) -> None:
@@ -322,7 +322,7 @@ def _state(unit: Any) -> Any:
     return unit._get_fsdp_state()
 
 
-def _take_off(patched: Iterable[Any], *names: str) -> None:
+def _unpatch(patched: Iterable[Any], *names: str) -> None:
     for one in patched:
         for name in names:
             vars(one).pop(name, None)

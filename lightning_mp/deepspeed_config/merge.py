@@ -142,7 +142,7 @@ def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults)
 
 def _contradiction(given: str, otherwise: str, faults: Faults) -> None:
     fix = f"remove {given.partition('=')[0]} from the JSON, or write the same in both"
-    faults.add(f"{given} in the JSON and {otherwise}", fix)
+    faults.add(f"{given} in the JSON and {otherwise}", fix=fix)
 
 
 def _said(rule: LossScaling) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _said(rule: LossScaling) -> dict[str, Any]:
 def _zero(zero: dict[str, Any], stage: int, offload: Mapping[str, bool], faults: Faults) -> dict[str, Any]:
     """``zero_optimization``: the strategy's stage and offloading, with the user's other keys."""
     if stage not in (1, 2, 3):
-        faults.add(f"stage={stage!r}", "1, 2, 3", "choose 'ddp' for training without shards")
+        faults.add(f"stage={stage!r}", allowed="1, 2, 3", fix="choose 'ddp' for training without shards")
     if zero.get("stage", stage) != stage:
         _contradiction(f"zero_optimization.stage={zero['stage']!r}", f"stage={stage!r} in the strategy", faults)
     # The deprecated flags as the blocks that took their place, which DeepSpeed refuses next to them.
@@ -176,7 +176,7 @@ def _zero(zero: dict[str, Any], stage: int, offload: Mapping[str, bool], faults:
             _contradiction(given, f"{name.replace('param', 'parameters')}=True in the strategy", faults)
         zero[name] = {"device": "cpu", **zero.get(name, {})}
     if stage in (1, 2) and zero.get("offload_param", {}).get("device", "none") != "none":
-        faults.add(f"offload_param with stage={stage}, which keeps parameters whole", "choose stage 3")
+        faults.add(f"offload_param with stage={stage}, which keeps parameters whole", fix="choose stage 3")
     return {**zero, "stage": stage}
 
 
@@ -204,7 +204,7 @@ def add_trainer(
         ):
             if value is not None and own.get(key, value) != value:
                 given = f"{key}={own[key]!r} in the JSON and {words.format(repr(value))}"
-                faults.add(given, f"write {words.format(own[key])}, or remove {key} from the JSON")
+                faults.add(given, fix=f"write {words.format(own[key])}, or remove {key} from the JSON")
         steps = own.get(_STEPS, accumulate)
         micro = own.get(_MICRO)
         if micro is None:  # alone, the whole batch says what a part of it is
@@ -214,7 +214,7 @@ def add_trainer(
         if own.get(_BATCH, product) != product:
             factors = f"{micro} a device x {steps} accumulated x {world_size} devices = {product}"
             given = f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}"
-            faults.add(given, f"write {_BATCH}: {product}, or leave it out")
+            faults.add(given, fix=f"write {_BATCH}: {product}, or leave it out")
     clip = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # left out, DeepSpeed would clip at 1.0
     return merged | {_CLIP: clip, _STEPS: steps, _MICRO: micro}
 
@@ -301,15 +301,15 @@ def _refuse_other_numbers(policy: PrecisionPolicy, faults: Faults) -> None:
     itself = "run the plan itself, strategy='mp_deepspeed_zero2'"
     if policy.precision == "auto" or policy.storage_dtype != "fp32":
         given = f"precision={policy.precision!r}, which DeepSpeed's own engines do not have"
-        faults.add(given, f"write '32-true', 'bf16-mixed' or '16-mixed', or {itself}")
+        faults.add(given, fix=f"write '32-true', 'bf16-mixed' or '16-mixed', or {itself}")
     if policy.nonfinite.action == "raise":
-        faults.add("nonfinite='raise', where DeepSpeed goes on", f"write nonfinite='skip', or {itself}")
+        faults.add("nonfinite='raise', where DeepSpeed goes on", fix=f"write nonfinite='skip', or {itself}")
     rule = policy.loss_scaling
     back = read.read_rule(_said(rule), faults) if rule is not None and rule.dynamic else None
     for name, there in asdict(back).items() if back is not None else ():
         own = getattr(rule, name)
         if own not in (there, _MAY_DIFFER.get(name, there)):
-            faults.add(f"loss_scaling.{name}={own!r}, where DeepSpeed has {there!r}", f"write that, or {itself}")
+            faults.add(f"loss_scaling.{name}={own!r}, where DeepSpeed has {there!r}", fix=f"write that, or {itself}")
 
 
 def _without_key(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:

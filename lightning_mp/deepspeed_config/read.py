@@ -148,13 +148,13 @@ def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[st
             continue
         if path in REFUSED:
             if value and not (isinstance(value, Mapping) and cast("Any", value).get("enabled") is False):
-                wrong[path] = Fault(f"{path}={value!r}: {REFUSED[path]}", "", f"remove {path} from the JSON")
+                wrong[path] = Fault(f"{path}={value!r}: {REFUSED[path]}", fix=f"remove {path} from the JSON")
         elif where in BLOCKS and key not in known:
-            wrong[path] = Fault(f"unknown key {path}", "", did_you_mean(str(key), known, "remove it", 1))
+            wrong[path] = Fault(f"unknown key {path}", fix=did_you_mean(str(key), known, "remove it", 1))
         elif is_unset(value) and (value is None or path not in BLOCKS):
             good[key] = value
         elif not fits(value):
-            wrong[path] = Fault(f"{path}={value!r}", allowed, "correct it")
+            wrong[path] = Fault(f"{path}={value!r}", allowed=allowed, fix="correct it")
         elif path in (*BLOCKS, "zero_optimization"):
             good[key], below = check(path, value)
             wrong |= below
@@ -180,7 +180,9 @@ def load_json(source: JsonLike) -> dict[str, Any]:
         raise PlanError(error.faults, SUBJECT) from error
     except (OSError, ValueError) as error:
         given = f"{str(source)!r}: {error}"
-    raise PlanError([Fault(given, "a JSON object, or the path of a file with one", "write {'fp16': {...}}")], SUBJECT)
+    raise PlanError(
+        [Fault(given, allowed="a JSON object, or the path of a file with one", fix="write {'fp16': {...}}")], SUBJECT
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
             if _decides_formats(path.partition(".")[0]):
                 faults.extend([fault])
             else:
-                notes.refused[path] = f"{fault.given}: {fault.fix}"
+                notes.refused[path] = f"{fault.problem}: {fault.fix}"
         fields = _fields(good, notes.taken, faults)
     for name, value in config.items():
         key = str(name)
@@ -253,7 +255,7 @@ def _fields(good: dict[str, Any], taken: dict[str, str], faults: Faults) -> dict
         taken["bf16.check_grad_overflow"] = f"nonfinite={fields['nonfinite'].action!r}"
     if dtype_of(types.get("grad_accum_dtype")) not in (None, "fp32"):
         given = f"data_types.grad_accum_dtype={types['grad_accum_dtype']!r}"
-        faults.add(given, "fp32, as the plan does", "remove data_types.grad_accum_dtype from the JSON")
+        faults.add(given, allowed="fp32, as the plan does", fix="remove data_types.grad_accum_dtype from the JSON")
     for path, field, value in (
         (SENT, "reduce_dtype", dtype_of(good.get(SENT))),
         ("data_types.buffer_dtype", "buffer_dtype", dtype_of(types.get("buffer_dtype"))),
@@ -270,19 +272,19 @@ def _precision(blocks: dict[str, dict[str, Any]], taken: dict[str, str], faults:
     autocast = blocks["torch_autocast"]
     dtype = dtype_of(autocast.get("dtype"))
     if autocast.get("enabled") == "auto":
-        faults.add("torch_autocast.enabled='auto'", "write true or false")
+        faults.add("torch_autocast.enabled='auto'", fix="write true or false")
     elif autocast.get("enabled") and dtype in _MODES:
         on[f"torch_autocast.enabled=True with dtype={autocast['dtype']!r}"] = dtype
         taken["torch_autocast.dtype"] = f"precision={_MODES[dtype]!r}"
     elif autocast.get("enabled"):
-        faults.add("torch_autocast.enabled=True without a dtype", "write torch_autocast.dtype: bf16, or fp16")
+        faults.add("torch_autocast.enabled=True without a dtype", fix="write torch_autocast.dtype: bf16, or fp16")
     if len(set(on.values())) > 1:
-        faults.add(" and ".join(on), "one format to compute in", "set enabled to false in all but one")
+        faults.add(" and ".join(on), allowed="one format to compute in", fix="set enabled to false in all but one")
     precision = _MODES[next(iter(on.values()))] if on else "auto" if "auto" in enabled.values() else "32-true"
     if precision == "auto" and False in enabled.values():
         undecided, off = sorted(enabled, key=lambda name: enabled[name] is False)
         given = f"{undecided}.enabled='auto' with {off}.enabled=False, which a plan of precision 'auto' may choose"
-        faults.add(given, f"write {undecided}.enabled: true for {_MODES[undecided]!r}, false for '32-true'")
+        faults.add(given, fix=f"write {undecided}.enabled: true for {_MODES[undecided]!r}, false for '32-true'")
     for name, value in enabled.items():
         if "enabled" in blocks[name]:
             taken[f"{name}.enabled"] = f"precision={precision!r}" if value else "off"
@@ -295,7 +297,7 @@ def read_rule(block: Mapping[str, Any], faults: Faults) -> LossScaling | None:
     try:
         return LossScaling.deepspeed(**said)
     except PlanError as error:
-        faults.extend(replace(fault, given=f"fp16: {fault.given}") for fault in error.faults)
+        faults.extend(replace(fault, problem=f"fp16: {fault.problem}") for fault in error.faults)
     return None
 
 

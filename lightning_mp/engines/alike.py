@@ -74,15 +74,15 @@ def _plans(ranks: Sequence[Rank]) -> list[Fault]:
     shown = _by_rank([f"{rank.plan} for {rank.device}" if rank.device else rank.plan for rank in ranks])
     if any(rank.device for rank in ranks):
         given = f"precision='auto' differs between ranks: it is {shown}"
-        return [Fault(given, "", "give every rank the one that all of these devices can run")]
-    return [Fault(f"the plan differs between ranks: {shown}", "", "give every rank the same")]
+        return [Fault(given, fix="give every rank the one that all of these devices can run")]
+    return [Fault(f"the plan differs between ranks: {shown}", fix="give every rank the same")]
 
 
 def _modules(name: str, ranks: Sequence[Rank]) -> list[Fault]:
     for places in zip_longest(*(rank.tensors for rank in ranks), fillvalue="nothing more"):
         if len(set(places)) > 1:
             given = f"{name} differs between ranks: it has {_by_rank(places)}"
-            return [Fault(given, "", "make the same module on every rank, and freeze the same parameters")]
+            return [Fault(given, fix="make the same module on every rank, and freeze the same parameters")]
     return []
 
 
@@ -91,7 +91,7 @@ def _faults(ranks: Sequence[Rank]) -> list[Fault]:
     for fault in dict.fromkeys(fault for rank in ranks for fault in rank.faults):
         holding = [number for number, rank in enumerate(ranks) if fault in rank.faults]
         everywhere = len(holding) == len(ranks)
-        merged.append(fault if everywhere else replace(fault, given=f"{fault.given}, on {_named(holding)}"))
+        merged.append(fault if everywhere else replace(fault, problem=f"{fault.problem}, on {_named(holding)}"))
     return merged
 
 

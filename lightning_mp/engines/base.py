@@ -120,7 +120,8 @@ class StepEngine(ABC):
         named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]
         if named:
             faults.add(
-                f"nn.LSTM {named[0]!r} in {dtype} on this CPU, whose oneDNN has none", "pin it: pins={'LSTM': 'fp32'}"
+                f"nn.LSTM {named[0]!r} in {dtype} on this CPU, whose oneDNN has none",
+                fix="pin it: pins={'LSTM': 'fp32'}",
             )
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
@@ -367,7 +368,7 @@ class StepEngine(ABC):
         where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
         instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
         given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
-        return Fault(given, "", f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
+        return Fault(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
 
     def _require_tracked(self, reduces: str) -> None:
         """Refuse steps of a run that never called ``manual_backward``, in which alone ``reduces`` reduces gradients."""
@@ -447,7 +448,7 @@ class StepEngine(ABC):
             max_over_ranks_(bad)
         return bool(bad.item())
 
-    def start_over(self) -> None:
+    def reset_skip_streak(self) -> None:
         """The skips so far count no more: the run was rewound."""
         self.scaler.end_streak()
         self._next_check = 0

@@ -134,13 +134,13 @@ def error(
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
     # of which nothing is left once the batch is run again
-    at_hand = named(module, nonfinite.from_gradients(module, _kept_gradient))
+    from_gradients = named(module, nonfinite.from_gradients(module, _kept_gradient))
     origin = None if replay is None else named(module, nonfinite.locate(module, replay))
     found = first_bad_rank(origin, bad_loss, distributed=distributed)
     if found.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
-        if at_hand is not None and replay is not None and not found.bad_loss:
-            at_hand = replace(at_hand, phase="after backward", role=None)
-        found = first_bad_rank(at_hand, bad_loss, distributed=distributed)
+        if from_gradients is not None and replay is not None and not found.bad_loss:
+            from_gradients = replace(from_gradients, phase="after backward", role=None)
+        found = first_bad_rank(from_gradients, bad_loss, distributed=distributed)
     return found.error(verdict, bad_loss=found.bad_loss, step=step, scale=scale)
 
 

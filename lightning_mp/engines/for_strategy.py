@@ -56,10 +56,11 @@ def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Fault
     emulate = policy.fp8 is not None and policy.fp8.anywhere
     refused = hardware.refusal(device, policy.precision, emulate=emulate)
     if refused is not None:
-        faults.add(*refused)
+        problem, allowed, fix = refused
+        faults.add(problem, allowed=allowed, fix=fix)
     unsettable = tf32_refusal() if policy.tf32 is not None and device.tf32 else None
     if unsettable is not None:
-        faults.add(*unsettable)
+        faults.add(unsettable[0], fix=unsettable[1])
 
 
 def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[], None] | None:
@@ -124,7 +125,7 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     shards = isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy))
     if policy.fp8 is not None and policy.fp8.all_gather and shards and not hasattr(strategy, "gathers_fp8"):
         given = f"FP8(all_gather=True) with {type(strategy).__name__}, which gathers weights as they are stored"
-        faults.add(given, "leave out all_gather=True, or use strategy='mp_fsdp2'")
+        faults.add(given, fix="leave out all_gather=True, or use strategy='mp_fsdp2'")
     own, instead = getattr(strategy, "check_plan", None), None
     if own is not None:
         return own(engine, module, faults)
@@ -141,7 +142,7 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     elif not isinstance(strategy, SingleDeviceStrategy):
         instead = "mp_ddp"
     if instead is not None:
-        faults.add(f"strategy {type(strategy).__name__}", f"use Trainer(strategy={instead!r})")
+        faults.add(f"strategy {type(strategy).__name__}", fix=f"use Trainer(strategy={instead!r})")
     return None
 
 
@@ -153,10 +154,10 @@ def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Mod
     mesh = mesh_of(strategy) if isinstance(strategy, ModelParallelStrategy) else None
     if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names and mesh["tensor_parallel"].size() > 1:
         given = "sync_batchnorm=True with tensor parallelism, whose ranks see the same batch"
-        faults.add(given, "leave tensor_parallel out, or sync_batchnorm=True")
+        faults.add(given, fix="leave tensor_parallel out, or sync_batchnorm=True")
     if type(strategy) is DDPStrategy and strategy.root_device.type == "cpu":  # it has replaced them by now
         given = "sync_batchnorm=True with Lightning's DDPStrategy on a CPU, where torch's SyncBatchNorm does not run"
-        faults.add(given, "use strategy='mp_ddp'")
+        faults.add(given, fix="use strategy='mp_ddp'")
     return sync_batchnorm.select(module, faults)
 
 
@@ -173,7 +174,7 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
     stored = {policy.storage_dtype, *(pin.dtype for pin in policy.pins)}
     if hooks and (stored != {policy.reduce_dtype} or any("compress" in name for name in hooks)):
         given = f"DDPStrategy(ddp_comm_hook={hooks[0]}) beside reduce_dtype={policy.reduce_dtype!r}"
-        faults.add(given, "remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype")
+        faults.add(given, fix="remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype")
 
 
 # ------------------------------------------------------------------ a model that its user sharded
@@ -195,13 +196,13 @@ def check_users_sharding(
         elif dtype != to_torch(wanted) and cast_to_it:  # what is sharded can no longer be cast
             wrong.append(f"{name!r} in {dtype}, which the plan stores in {wanted}")
     if wrong:
-        faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", f"{_INSTEAD}, with a new module")
+        faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", fix=f"{_INSTEAD}, with a new module")
     if whole:
         given = f"{len(whole)} trained parameters, such as {whole[0]!r}, left whole on {replicas} data-parallel ranks"
-        faults.add(given, f"shard the module they are in too, or {_INSTEAD}")
+        faults.add(given, fix=f"shard the module they are in too, or {_INSTEAD}")
     reduce_dtype = to_torch(policy.reduce_dtype)
     for name, mixed, own in sharding_compat.policies(module):
         # Without one, torch sums in the dtype that is gathered.
         if mixed.param_dtype is not None or (mixed.reduce_dtype or own) != reduce_dtype:
             given = f"fully_shard on {name!r} with {mixed}, where the plan sums in {reduce_dtype}"
-            faults.add(given, f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}")
+            faults.add(given, fix=f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}")

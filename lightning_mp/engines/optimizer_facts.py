@@ -37,7 +37,7 @@ def takes_closure(kind: type[Optimizer]) -> bool:
     return closure is not None and (closure.default is closure.empty or not kind.step.__module__.startswith(_PLAIN))
 
 
-def calls_closure_again(optimizer: Optimizer) -> bool:
+def requires_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer cannot step without a closure (LBFGS and its kind)."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
@@ -45,7 +45,7 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 
 def is_known_to_evaluate_again(optimizer: Optimizer) -> bool:
     """Whether it is LBFGS, an optimizer of its kind, or by its name one of SAM's."""
-    return calls_closure_again(optimizer) or not _SAM.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__)
+    return requires_closure(optimizer) or not _SAM.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__)
 
 
 def sample(optimizer: Optimizer) -> list[Tensor]:
@@ -115,7 +115,7 @@ def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Fault
     kinds, (refused, packages) = [kind for part in every for kind in type(part).__mro__], _CANNOT[shards]
     if any(kind.__name__ in refused or kind.__module__.startswith(packages or ("-",)) for kind in kinds):
         given = f"{name} on {where}, which needs whole parameters, or plain tensors of them"
-        faults.add(given, "use AdamW, SGD or Lion, which update each number by itself, or strategy='mp_ddp'")
+        faults.add(given, fix="use AdamW, SGD or Lion, which update each number by itself, or strategy='mp_ddp'")
         return
     owners = [next(kind for kind in type(part).__mro__ if "step" in vars(kind)) for part in every[1:] or every]
     known = _ELEMENTWISE | _WHOLE | _TOGETHER

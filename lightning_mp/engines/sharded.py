@@ -46,7 +46,7 @@ class ShardedEngine(StepEngine):
         super().connect(model, optimizers)
         self._unused = None
         if optimizers:
-            self._connected.callback(sharding_compat.keep_alike(model))
+            self._connected.callback(sharding_compat.sync_hooks_and_requires_grad(model))
             if self._flat_groups:
                 self._connected.callback(sum_total_norms(self, lambda: self._flat_groups))
         if self.distributed:

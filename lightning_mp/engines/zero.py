@@ -50,7 +50,7 @@ class ZeroEngine(StepEngine):
     #: DeepSpeed's engine is in its step
     _in_step = False
     #: by param group, the index of the user's that it came from
-    came_from: Sequence[int] = ()
+    source_group: Sequence[int] = ()
     #: from a manual backward pass to the step, reads of gradients are watched
     _watching = False
 
@@ -62,14 +62,14 @@ class ZeroEngine(StepEngine):
         """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
         super().check(module, faults)
         if self.policy.nonfinite.action == "ignore":
-            faults.add("nonfinite='ignore' with ZeRO", "use nonfinite='skip', or strategy='mp_fsdp2'")
+            faults.add("nonfinite='ignore' with ZeRO", fix="use nonfinite='skip', or strategy='mp_fsdp2'")
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
         for optimizer in optimizers:
             if len(list(optimizer_facts.parts(optimizer))) > 1:
                 given = f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another"
-                faults.add(given, "use AdamW or SGD, or strategy='mp_ddp'")
+                faults.add(given, fix="use AdamW or SGD, or strategy='mp_ddp'")
             else:
                 super().check_optimizers([optimizer], faults)
 
@@ -213,8 +213,10 @@ class ZeroEngine(StepEngine):
         # parameters themselves are seen.
         if writes.take_change() or not (writes.partitioned or zero.offloads):
             zero.optimizer.refresh_fp32_params()
-        for place, origin in enumerate(self.came_from):  # a group split off steps with what the first piece has by now
-            first, groups = self.came_from.index(origin), zero.optimizer.param_groups
+        for place, origin in enumerate(
+            self.source_group
+        ):  # a group split off steps with what the first piece has by now
+            first, groups = self.source_group.index(origin), zero.optimizer.param_groups
             if first != place:
                 groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
         self.pending = False
@@ -294,7 +296,7 @@ class GradientsElsewhere(TorchFunctionMode):
 
 def refuse(given: str, fix: str) -> NoReturn:
     """Raise a RuntimeError within a run, in the words of a fault."""
-    raise RuntimeError(str(Fault(given, "", fix)))
+    raise RuntimeError(str(Fault(given, fix=fix)))
 
 
 def _refuse(names: Sequence[str], given: str, fix: str) -> None:

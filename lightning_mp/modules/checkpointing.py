@@ -196,7 +196,7 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
         if not _overloads(name):
             known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
             faults.add(
-                f"save_ops {name!r}", did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
+                f"save_ops {name!r}", fix=did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
             )
     outermost: dict[int, nn.Module] = {}
     covered: list[str] = []

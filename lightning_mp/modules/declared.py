@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.transformers import kept_in_fp32
 from lightning_mp.modules.patterns import original_class, plain_name
-from lightning_mp.numerics.dtypes import left_alone
+from lightning_mp.numerics.dtypes import uncastable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def find(root: nn.Module, storage: str, pinned: Iterable[nn.Module]) -> tuple[De
             continue
         inside.update(map(id, model.modules()))
         for name, module in model.named_modules():
-            left = left_alone(module)
+            left = uncastable(module)
             for key, tensor in _own(module):
                 pattern = next((one for one in patterns if re.search(one, f"{name}.{key}".strip("."))), None)
                 if pattern and tensor.is_floating_point() and id(tensor) not in left and id(tensor) not in taken:

@@ -105,7 +105,8 @@ def select(
         elif reason == "kind":
             kinds[name] = original_class(module).__name__
     if not chosen:
-        faults.add(*_nothing(layers, kinds, rule.multiple))
+        problem, fix = _nothing(layers, kinds, rule.multiple)
+        faults.add(problem, fix=fix)
     return layers, chosen
 
 

@@ -93,13 +93,13 @@ def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterato
 def not_scripted(name: str, module: nn.Module, what: str, faults: Faults) -> None:
     """Note that ``module``, whose forward is to be replaced, is compiled by ``torch.jit``, which never calls it."""
     if isinstance(module, torch.jit.ScriptModule):
-        faults.add(f"{what} on {name!r}, which torch.jit compiled", "leave it out, or script it after training")
+        faults.add(f"{what} on {name!r}, which torch.jit compiled", fix="leave it out, or script it after training")
 
 
 def not_lazy(name: str, module: nn.Module, what: str, faults: Faults) -> None:
     """Note that ``module`` itself has parameters that its first forward will make, as it changes its class."""
     if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-        faults.add(f"{what} on {name!r}, whose parameters do not exist yet", "run one batch through it first")
+        faults.add(f"{what} on {name!r}, whose parameters do not exist yet", fix="run one batch through it first")
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
@@ -111,7 +111,7 @@ def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
     )
     here = f"choose among the modules here: {', '.join(list(words)[:5])}"
     fix = did_you_mean(pattern.strip("*."), [NORMS, *words], here)
-    faults.add(f"{what} {pattern!r}, which matches no module", fix)
+    faults.add(f"{what} {pattern!r}, which matches no module", fix=fix)
 
 
 def plain_name(name: str) -> str:

@@ -39,8 +39,8 @@ from lightning_mp.numerics.dtypes import (
     castable,
     default_dtype,
     floating_dtype,
-    left_alone,
     to_torch,
+    uncastable,
 )
 from lightning_mp.policy import Pin, PrecisionPolicy
 
@@ -72,7 +72,7 @@ class PinMap:
         return {id(one.tensor): "fp32" for one in self.declared} | {
             id(parameter): member.pin.dtype
             for member in self.members
-            for left in [left_alone(member.module)]
+            for left in [uncastable(member.module)]
             for parameter in member.module.parameters(recurse=False)
             if id(parameter) not in left
         }
@@ -145,12 +145,12 @@ def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: S
         if len(set(dtypes.values())) > 1:
             given = " and ".join(f"{place} pinned to {dtype}" for place, dtype in dtypes.items())
             fix = "pin both to the same dtype, or untie them (transformers: tie_word_embeddings=False)"
-            faults.add(f"contradicting pins on tied weights: {given}", fix)
+            faults.add(f"contradicting pins on tied weights: {given}", fix=fix)
         # The root itself is never pinned: a weight it owns directly could not keep a pin's dtype.
         own = next((key for name, _, key in places if not name), None)
         if own is not None and dtypes:
             given = f"a pin on {next(iter(dtypes))}, which is tied to the root module's own {own!r}"
-            faults.add(given, "let the root reach it through the module instead of owning the parameter itself")
+            faults.add(given, fix="let the root reach it through the module instead of owning the parameter itself")
 
 
 def _called_above(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
@@ -292,7 +292,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
     module, dtype, output = member.module, to_torch(member.pin.dtype), member.pin.output
-    own, quantized = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)), left_alone(module)
+    own, quantized = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)), uncastable(module)
     before: PinState | None = vars(module).get("_lmp_pin")  # of an earlier run, which may have sharded the module
     kept = {name for name, tensor in own if id(tensor) in quantized} | (before.kept if before else set[str]())
     # Inside another pinned region autocast is off, so nothing there would cast what comes out.
@@ -345,7 +345,7 @@ def kept_dtypes(root: nn.Module, storage: torch.dtype) -> dict[int, torch.dtype]
     return {
         id(one): one.dtype
         for module in root.modules()
-        for left in [left_alone(module)]
+        for left in [uncastable(module)]
         for one in module.parameters(recurse=False)
         if id(one) in left or (_keeps(one, storage) and not hasattr(one, "to_local"))
     }
@@ -371,5 +371,5 @@ def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faul
             pin = member.pin
             faults.add(
                 f"pin {pin.pattern!r} on {member.name!r}, whose weight MultiheadAttention reads in {around}",
-                f"pin the whole attention, pins={{{name!r}: {pin.dtype!r}}}, or remove the pin",
+                fix=f"pin the whole attention, pins={{{name!r}: {pin.dtype!r}}}, or remove the pin",
             )

@@ -74,7 +74,7 @@ def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
         own = original_class(module)
         if own.forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
             given = f"sync_batchnorm=True with {name!r}, a {own.__name__}, whose forward does more than normalize"
-            faults.add(given, "synchronize it in the module (timm: timm.layers.convert_sync_batchnorm), without it")
+            faults.add(given, fix="synchronize it in the module (timm: timm.layers.convert_sync_batchnorm), without it")
     return list(found.values())
 
 

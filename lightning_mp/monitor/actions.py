@@ -81,7 +81,7 @@ def parse(actions: Mapping[str, Action] | None, faults: Faults) -> dict[Kind, Ac
             faults.unknown("kind of event", kind, KINDS)
         elif given == "skip" and kind not in KNOWN_EARLY:
             kinds = ", ".join(KNOWN_EARLY)
-            faults.add(f"actions[{kind!r}]='skip', which is known only after the step", f"'skip' works for {kinds}")
+            faults.add(f"actions[{kind!r}]='skip', which is known only after the step", fix=f"'skip' works for {kinds}")
         faults.one_of(f"actions[{kind!r}]", given, get_args(Action), "use 'log'")
     return cast("dict[Kind, Action]", dict(actions or {}))
 

@@ -120,7 +120,7 @@ class AlertSettings:
                 if isinstance(default, int):
                     faults.whole(item.name, value, least, f"the default is {default}")
                 elif not is_number(value) or value <= 0:
-                    faults.add(f"{item.name}={value!r}", "a number > 0", f"the default is {default:g}")
+                    faults.add(f"{item.name}={value!r}", allowed="a number > 0", fix=f"the default is {default:g}")
 
     @classmethod
     def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
@@ -516,7 +516,7 @@ class LostUpdates(Rule):
 #: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
 _USELESS = 1.0
 _RECENT = 10
-#: torch's initial scale; above it a scaler is still searching for one that fits (DeepSpeed may start at 2**32)
+#: torch's initial scale; above it a scaler is still warming up to one that fits (DeepSpeed may start at 2**32)
 _SEARCHING = 2.0**16
 
 
@@ -542,12 +542,12 @@ class SkipStreak(Rule):
     kind, reads = "skip_streak", "skips_in_a_row"
     readings_between = 1
     #: how many of the skips in a row were made while the scale was still above
-    searching = 0
+    scale_warmup = 0
 
     def judge(self, value: float, reading: Reading) -> Found | None:
         scale, skips = reading.loss_scale, reading.skips_in_a_row
-        self.searching = skips if scale is not None and scale >= _SEARCHING else min(self.searching, skips)
-        if skips - self.searching < self.settings.streak_skips:
+        self.scale_warmup = skips if scale is not None and scale >= _SEARCHING else min(self.scale_warmup, skips)
+        if skips - self.scale_warmup < self.settings.streak_skips:
             return None
         if scale is None:
             return Found(float(value), {"skips_in_a_row": skips}, "skips without a scale")

@@ -136,7 +136,7 @@ def _stock(plan: Any) -> dict[str, Any]:
     if precision not in STOCK_PRECISIONS:
         fix = precision_fix(given, (), STOCK_PRECISIONS)
         allowed = f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(STOCK_PRECISIONS)}"
-        raise PlanError([Fault(f"plan={plan!r}", allowed, fix)], "doctor")
+        raise PlanError([Fault(f"plan={plan!r}", allowed=allowed, fix=fix)], "doctor")
     storage, compute = DTYPES_OF[precision]
     scaling = None
     if precision == "16-mixed":

@@ -124,7 +124,7 @@ def _is_sharded(parameter: Tensor) -> bool:
     return hasattr(parameter, "to_local")
 
 
-def left_alone(module: nn.Module) -> set[int]:
+def uncastable(module: nn.Module) -> set[int]:
     """``id`` of the module's own tensors that are not ``castable``; one that is sharded has been cast before."""
     cast = set(map(id, castable(module)))
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))

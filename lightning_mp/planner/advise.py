@@ -132,7 +132,7 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
             if value is not None:
                 faults.whole(name, value, 1, "write a positive whole number")
         if tokens is not None and not (is_number(tokens) and tokens > 0):
-            faults.add(f"tokens={tokens!r}", "a number above 0", "write 1e9")
+            faults.add(f"tokens={tokens!r}", allowed="a number above 0", fix="write 1e9")
         links: dict[str, Any] = {"nvlink": nvlink, "gpus_per_node": gpus_per_node}
         links["interconnect_gbps"] = interconnect_gbps
         base = checked(shape, faults, STRATEGIES, gpu=gpu, gpus=gpus, precision=mode, **links)

@@ -29,7 +29,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, leaves, mapped, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import block_classes, fakes_unnoticed
-from lightning_mp.engines.optimizer_facts import calls_closure_again
+from lightning_mp.engines.optimizer_facts import requires_closure
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.dtypes import to_torch
@@ -104,9 +104,9 @@ def predict_memory(
 def _check(module: object, plan: object, devices: object) -> None:
     with Faults("predict_memory") as faults:
         if not isinstance(module, LightningModule):
-            faults.add(f"a {type(module).__name__} is no LightningModule", "wrap the network in one")
+            faults.add(f"a {type(module).__name__} is no LightningModule", fix="wrap the network in one")
         if not isinstance(plan, MixedPrecisionPlan):
-            faults.add(f"plan={plan!r} is no MixedPrecisionPlan", "write MixedPrecisionPlan('bf16-mixed')")
+            faults.add(f"plan={plan!r} is no MixedPrecisionPlan", fix="write MixedPrecisionPlan('bf16-mixed')")
         faults.whole("devices", devices, 1, "write the number of ranks")
         check_versions(faults, "torch", "lightning")
 
@@ -368,7 +368,7 @@ def traced(
         trainer.fit(copied, train_dataloaders=repeat(fake_batch(batch, device)))
     events, end = storages.events, follow.end or len(storages.events)
     # the second step's, as a rule: before an optimizer's first one its weights may be kept, as Adafactor's are
-    again = [type(one).__name__ for one in trainer.optimizers if calls_closure_again(one)]
+    again = [type(one).__name__ for one in trainer.optimizers if requires_closure(one)]
     notes = tuple(f"{name} goes on for as long as numbers say that are not known: it needs more" for name in again)
     size, parts = peak(events, follow.first or 0, end)
     workspaces = cublas_workspaces() if on_cuda else 0

@@ -75,9 +75,9 @@ class ModelShape:
                 faults.whole(name, value, least, "write a positive whole number")
             if not faults.found and self.heads and self.kv_heads and self.heads % self.kv_heads:
                 given = f"kv_heads={self.kv_heads} for {self.heads} heads"
-                faults.add(given, "a divisor of the heads, which share them", f"use kv_heads={self.heads}")
+                faults.add(given, allowed="a divisor of the heads, which share them", fix=f"use kv_heads={self.heads}")
             if not faults.found and self.active > self.params:
-                faults.add(f"active={self.active} of params={self.params}", "leave it out: all are active")
+                faults.add(f"active={self.active} of params={self.params}", fix="leave it out: all are active")
         fill(self, "active", self.active or self.params)
         fill(self, "heads", self.heads or max(1, self.hidden // _HEAD))
         fill(self, "kv_heads", self.kv_heads or self.heads)
@@ -299,10 +299,10 @@ def checked(
     """
     found, mode = find(gpu, faults), precision_word(precision)
     if mode not in PRECISIONS:
-        faults.add(f"unknown precision {precision!r}", ", ".join(PRECISIONS), precision_fix(precision))
+        faults.add(f"unknown precision {precision!r}", allowed=", ".join(PRECISIONS), fix=precision_fix(precision))
     elif found is not None and found.peak(mode) is None:
         nearest = "bf16-mixed" if found.peak("bf16-mixed") else "16-mixed"
-        faults.add(f"{found.word} has no units for precision={mode!r}", f"use {nearest!r}")
+        faults.add(f"{found.word} has no units for precision={mode!r}", fix=f"use {nearest!r}")
     strategy = str(strategy).removeprefix("mp_")
     if strategy not in strategies:
         faults.unknown("strategy", strategy, strategies, "write one of these")
@@ -312,7 +312,7 @@ def checked(
     for name in said.keys() & _COUNTS:
         faults.whole(name, said[name], 1, "write a positive whole number")
     if interconnect_gbps is not None and not (is_number(interconnect_gbps) and interconnect_gbps > 0):
-        faults.add(f"interconnect_gbps={interconnect_gbps!r}", "Gbit/s of a node, above 0", "write 400")
+        faults.add(f"interconnect_gbps={interconnect_gbps!r}", allowed="Gbit/s of a node, above 0", fix="write 400")
     if faults.found or found is None or mode is None:
         return None
     gbps = default_gbps(found) if interconnect_gbps is None else interconnect_gbps
@@ -329,12 +329,16 @@ def _check_degrees(layout: Layout, shape: ModelShape, faults: Faults) -> None:
     product = math.prod(degrees.values())
     if product != layout.gpus:
         said = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
-        faults.add(f"{said} on {layout.gpus} GPUs", "degrees whose product is the GPUs", f"use {product} GPUs")
+        faults.add(
+            f"{said} on {layout.gpus} GPUs", allowed="degrees whose product is the GPUs", fix=f"use {product} GPUs"
+        )
     if layout.tensor > layout.gpus_per_node:
-        faults.add(f"tensor={layout.tensor} goes beyond a node", "keep it within a node, and use pipeline for the rest")
+        faults.add(
+            f"tensor={layout.tensor} goes beyond a node", fix="keep it within a node, and use pipeline for the rest"
+        )
     elif shape.heads % layout.tensor or shape.hidden % layout.tensor:
-        faults.add(f"tensor={layout.tensor} for {shape.heads} heads", "use a divisor of the heads")
+        faults.add(f"tensor={layout.tensor} for {shape.heads} heads", fix="use a divisor of the heads")
     if layout.pipeline > shape.layers:
-        faults.add(f"pipeline={layout.pipeline} for {shape.layers} layers", "use fewer stages")
+        faults.add(f"pipeline={layout.pipeline} for {shape.layers} layers", fix="use fewer stages")
     if shape.seq_len % layout.context:
-        faults.add(f"context={layout.context} for seq_len={shape.seq_len}", "use a divisor")
+        faults.add(f"context={layout.context} for seq_len={shape.seq_len}", fix="use a divisor")

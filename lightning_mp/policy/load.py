@@ -74,14 +74,14 @@ def _built(value: Any, path: str, faults: Faults) -> Any:
     build = _CONSTRUCTORS.get(".".join(str(target).split(".")[-2:]))
     if build is None:
         allowed = f"lightning_mp's {', '.join([*_CLASSES, *_CONSTRUCTORS])}"
-        faults.add(f"{path}_target_: {target}", allowed, "name one of these")
+        faults.add(f"{path}_target_: {target}", allowed=allowed, fix="name one of these")
         return fields
     try:
         return build(**fields)
     except PlanError as error:
         faults.extend(error.faults)
     except TypeError as error:
-        faults.add(f"{path}_target_: {target} with {sorted(fields)}: {error}", "correct its arguments")
+        faults.add(f"{path}_target_: {target} with {sorted(fields)}: {error}", fix="correct its arguments")
     return fields
 
 
@@ -113,10 +113,10 @@ class Places(dict[str, str]):
 
 def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
     """A fault of a plan, with the place of the key that it is about."""
-    key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.given)
+    key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.problem)
     path = "" if key is None else key.group(2) or f"pins.{key.group(1)}"
     where = places.below(section, path) if path else places.of(section)
-    return replace(fault, given=f"{section}: {fault.given}{where}".removeprefix(": "))
+    return replace(fault, problem=f"{section}: {fault.problem}{where}".removeprefix(": "))
 
 
 @contextmanager
@@ -133,7 +133,9 @@ def named_lines(config: object) -> Generator[None]:
         with suppress(YAMLError, OSError, ValueError):  # which is the fault then
             places.add(path)
         placed = [plan_fault(fault, places, "") for fault in error.faults]
-        named = [one if path.name in one.given else replace(one, given=f"{one.given} ({path.name})") for one in placed]
+        named = [
+            one if path.name in one.problem else replace(one, problem=f"{one.problem} ({path.name})") for one in placed
+        ]
         raise PlanError(named, error.subject) from None
 
 

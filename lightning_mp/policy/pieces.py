@@ -51,7 +51,7 @@ def storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, .
     if "16" in text:  # bf16 is offered to nobody who wrote fp16
         known = [alias for alias in known if alias.startswith("b") == text.startswith("b")]
     fix = f"{name} is no storage format: write fp32" if name else did_you_mean(text, [*known, *others])
-    faults.add(f"{what}={value!r}", ", ".join(allowed), fix)
+    faults.add(f"{what}={value!r}", allowed=", ".join(allowed), fix=fix)
     return str(value)
 
 
@@ -96,7 +96,7 @@ class _Piece:
             for item in fields(cast("Any", self)):
                 self._check(item, getattr(self, item.name), faults)
             for given, fix in () if faults.found else self._contradictions():
-                faults.add(given, fix)
+                faults.add(given, fix=fix)
 
     def _check(self, item: Any, value: Any, faults: Faults) -> None:
         rule, choices = item.metadata, _choices(type(self)).get(item.name, ())
@@ -108,7 +108,7 @@ class _Piece:
             fix = boolean or did_you_mean(str(value), choices, default)
             faults.one_of(rule.get("written", item.name), value, choices, fix)
         elif "holds" in rule and not rule["holds"](value):
-            faults.add(f"{item.name}={value!r}", rule["allowed"], default)
+            faults.add(f"{item.name}={value!r}", allowed=rule["allowed"], fix=default)
 
     def _take_several(self, item: Any, value: Any, faults: Faults) -> None:
         """A class stands for its name; one pattern of ``modules`` stays a text, all else becomes a tuple."""
@@ -120,7 +120,9 @@ class _Piece:
         selects = item.name == "modules"
         if not all(isinstance(text, str) and text for text in texts) or (selects and not texts):
             faults.add(
-                f"{item.name}={value!r}", item.metadata["several"], f"write {item.name}={item.metadata['example']}"
+                f"{item.name}={value!r}",
+                allowed=item.metadata["several"],
+                fix=f"write {item.name}={item.metadata['example']}",
             )
         normalise(self, **{item.name: texts[0] if selects and len(texts) == 1 else texts})
 
@@ -153,7 +155,7 @@ class Pin(_Piece):
         with Faults("Pin") as faults:
             if not isinstance(self.pattern, str) or not self.pattern:  # pyright: ignore[reportUnnecessaryIsInstance]
                 allowed = "a non-empty fnmatch pattern, as '*norm*'"
-                faults.add(f"pattern={self.pattern!r}", allowed, "write '*norm*' for every norm by name")
+                faults.add(f"pattern={self.pattern!r}", allowed=allowed, fix="write '*norm*' for every norm by name")
             name = f"pin {self.pattern!r}"
             normalise(self, dtype=storage_dtype(self.dtype, f"{name}: dtype", faults))
             if self.output not in (None, "pin", "input"):
@@ -380,9 +382,11 @@ class LossScaling(_Piece):
             return cls.static(loss_scale)
         with Faults("LossScaling.deepspeed") as faults:
             if loss_scale != 0 or isinstance(loss_scale, bool):
-                faults.add(f"loss_scale={loss_scale!r}", "0 (dynamic) or a number > 0 (static)", "write 0")
+                faults.add(f"loss_scale={loss_scale!r}", allowed="0 (dynamic) or a number > 0 (static)", fix="write 0")
             if not is_number(initial_scale_power) or not -126 <= initial_scale_power <= 127:
-                faults.add(f"initial_scale_power={initial_scale_power!r}", "a number from -126 to 127", "write 16")
+                faults.add(
+                    f"initial_scale_power={initial_scale_power!r}", allowed="a number from -126 to 127", fix="write 16"
+                )
         return cls(
             init_scale=2.0**initial_scale_power,
             growth_interval=loss_scale_window,

@@ -140,7 +140,9 @@ class PrecisionPolicy:
             return cast("Any", kind)() if self.precision in precisions and self.precision != "auto" else None
         if self.precision in PRECISIONS and self.precision not in precisions:
             fix = f"remove {name}, or choose {precisions[0]!r}"
-            faults.add(f"{name} with precision={self.precision!r}", f"{name} with {', '.join(precisions)}", fix)
+            faults.add(
+                f"{name} with precision={self.precision!r}", allowed=f"{name} with {', '.join(precisions)}", fix=fix
+            )
         return _piece(kind, value, name, faults, word)
 
     def __repr__(self) -> str:
@@ -193,7 +195,9 @@ def _known(kind: type[Any], values: Mapping[str, Any], prefix: str, faults: Faul
     """Of ``values`` those of a field of the dataclass; every other key is refused with the nearest field."""
     names = [item.name for item in fields(kind)]
     for key in [key for key in values if key not in names]:
-        faults.add(f"unknown key {prefix}{key}", ", ".join(names), did_you_mean(str(key), names, "remove it"))
+        faults.add(
+            f"unknown key {prefix}{key}", allowed=", ".join(names), fix=did_you_mean(str(key), names, "remove it")
+        )
     return {key: value for key, value in values.items() if key in names}
 
 
@@ -214,12 +218,12 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: s
         value = {word: value}
     name, shown = kind.__name__, f"{what}={[value] if kind is Pin else value!r}"
     if not isinstance(value, Mapping):
-        faults.add(shown, f"{name}(...) or a mapping of its fields", f"write {name}(...)")
+        faults.add(shown, allowed=f"{name}(...) or a mapping of its fields", fix=f"write {name}(...)")
         return None
     known = _known(kind, cast("Mapping[str, Any]", value), f"{what}.", faults)
     missing = [item.name for item in fields(kind) if item.default is MISSING and item.name not in known]
     if missing:
-        faults.add(shown, f"the fields of {name}", f"add {' and '.join(map(repr, missing))}")
+        faults.add(shown, allowed=f"the fields of {name}", fix=f"add {' and '.join(map(repr, missing))}")
         return None
     return _built(kind, known, faults)
 
@@ -229,7 +233,7 @@ def _precision(value: object, faults: Faults) -> str:
     if word is None:
         from lightning_mp.policy.presets import PRESETS  # here: they are made of policies
 
-        faults.add(f"precision={value!r}", ", ".join(PRECISIONS), precision_fix(value, PRESETS))
+        faults.add(f"precision={value!r}", allowed=", ".join(PRECISIONS), fix=precision_fix(value, PRESETS))
     return word or str(value)
 
 
@@ -246,7 +250,9 @@ def _pins(value: object, faults: Faults) -> tuple[Pin, ...]:
     elif isinstance(value, Iterable) and not isinstance(value, str):
         entries = list(cast("Iterable[Any]", value))
     else:
-        faults.add(f"pins={value!r}", "a mapping of pattern to dtype, or Pins", "write pins={'*norm*': 'fp32'}")
+        faults.add(
+            f"pins={value!r}", allowed="a mapping of pattern to dtype, or Pins", fix="write pins={'*norm*': 'fp32'}"
+        )
         return ()
     pins = [_piece(Pin, entry, "pins", faults) for entry in entries]
     return tuple(pin for pin in pins if pin is not None)
@@ -258,5 +264,5 @@ def _tf32(value: object, faults: Faults) -> str | None:
     if isinstance(value, bool):
         return "high" if value else "highest"
     allowed = ", ".join(map(repr, (None, True, False, *TF32_SETTINGS)))
-    faults.add(f"tf32={value!r}", allowed, "write 'high' to turn TF32 on")
+    faults.add(f"tf32={value!r}", allowed=allowed, fix="write 'high' to turn TF32 on")
     return None

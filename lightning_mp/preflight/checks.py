@@ -120,17 +120,17 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
     if policy.storage_dtype != "fp32" and (stage3 or "zero3" in word or ("zero" in word and "offload" in word)):
         mixed = case.precision.replace("true", "mixed")
         fix = f"use {mixed!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'"
-        others.add(f"{case.precision} with ZeRO-3 or its offload, which keep fp32 master weights", fix)
+        others.add(f"{case.precision} with ZeRO-3 or its offload, which keep fp32 master weights", fix=fix)
     if policy.pins and "fsdp1" in word:
-        others.add("pins with FSDP1", "use strategy='mp_fsdp2'")
+        others.add("pins with FSDP1", fix="use strategy='mp_fsdp2'")
     for fault in others.found:
         why = f"the run is refused before its first step{': it takes ' * bool(fault.allowed)}{fault.allowed}"
-        said, _, names = fault.given.partition(": ")
+        said, _, names = fault.problem.partition(": ")
         tied = said == "contradicting pins on tied weights"
         name, where = (
             ("tied_weights_conflicting_pins", names.partition(" ")[0]) if tied else ("precision_refused", None)
         )
-        yield Finding(name, "error", fault.given, why, fault.fix, where)
+        yield Finding(name, "error", fault.problem, why, fault.fix, where)
 
 
 def unknown_strategy(case: ModelUnderTest) -> Iterator[Finding]:
@@ -380,8 +380,8 @@ def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
         return
     why = "the run is refused before its first step, or DeepSpeed silently uses that of the JSON"
     for fault in dict.fromkeys(_contradictions(case, cast("Mapping[str, Any]", config), stage, offloads, stock)):
-        where = fault.given.partition("=")[0]
-        yield Finding("deepspeed_contradicts_trainer", "error", fault.given, why, fault.fix, where)
+        where = fault.problem.partition("=")[0]
+        yield Finding("deepspeed_contradicts_trainer", "error", fault.problem, why, fault.fix, where)
 
 
 def _contradictions(
@@ -397,7 +397,7 @@ def _contradictions(
     for block in HALF if case.policy is None else ():
         if (json.get(block) or {}).get("enabled") is True and not case.precision.startswith(block.removeprefix("fp")):
             given = f"{block}.enabled=True in the JSON and precision={case.precision!r} in the Trainer"
-            yield Fault(given, "", f"set {block}.enabled to false, or train in it")
+            yield Fault(given, fix=f"set {block}.enabled to false, or train in it")
     if not case.trainer:
         return
     devices, nodes = (case.trainer.get("devices") or "auto"), (case.trainer.get("num_nodes") or 1)
@@ -414,7 +414,7 @@ def _contradictions(
         return
     if stock and _STEPS in config:  # Lightning's own strategy lets the JSON win where it does not refuse it
         given = f"{_STEPS}={config[_STEPS]!r} in the JSON and Trainer(accumulate_grad_batches={accumulate})"
-        yield Fault(given, "", f"remove {_STEPS} from the JSON: Lightning's DeepSpeedStrategy takes the Trainer's")
+        yield Fault(given, fix=f"remove {_STEPS} from the JSON: Lightning's DeepSpeedStrategy takes the Trainer's")
 
 
 CHECKS = (

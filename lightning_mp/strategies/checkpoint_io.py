@@ -53,7 +53,8 @@ class PlanStrategy(RunsPlan):
             return
         folders: set[Any] = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
         for folder in (folder for folder in sorted(filter(None, folders)) if is_remote_path(folder)):
-            faults.add(*_remote(folder))
+            problem, fix = _remote(folder)
+            faults.add(problem, fix=fix)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as the host does, with the dtypes that parameters and buffers are stored in.

@@ -189,7 +189,7 @@ def refuse_callbacks(module: Any, why: str, faults: Faults) -> None:
     for callback in cast("Any", trainer).callbacks if fitting else ():
         if isinstance(callback, _UNFIT[why]):
             name = type(callback).__name__
-            faults.add(f"{name} with {why}", f"remove {name}, or use strategy='mp_ddp'")
+            faults.add(f"{name} with {why}", fix=f"remove {name}, or use strategy='mp_ddp'")
 
 
 def refuse_weights(
@@ -209,12 +209,12 @@ def refuse_weights(
         if parameter.dim() == 0 and id(parameter) not in left_out:
             faults.add(
                 f"{name!r}, a parameter without a dimension, with {why}",
-                "make it nn.Parameter(value.view(1)) before the run, which computes the same, or use strategy='mp_ddp'",
+                fix="make it nn.Parameter(value.view(1)), which computes the same, or use strategy='mp_ddp'",
             )
     for name, part in () if whole else module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             faults.add(
                 f"{name!r} with max_norm={part.max_norm:g}, with sharded weights: its forward scales rows of the "
                 "gathered copy, which the shards never see",
-                "leave max_norm out and limit the rows after each step, or use strategy='mp_ddp'",
+                fix="leave max_norm out and limit the rows after each step, or use strategy='mp_ddp'",
             )

@@ -183,11 +183,11 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         self.check_remote_folders(faults)
         by_norm = trainer.gradient_clip_algorithm != "value"
         if not by_norm and trainer.gradient_clip_val:
-            faults.add("gradient_clip_algorithm='value' with ZeRO", "clip by norm, or use strategy='mp_fsdp2'")
+            faults.add("gradient_clip_algorithm='value' with ZeRO", fix="clip by norm, or use strategy='mp_fsdp2'")
         if is_overridden("backward", lightning_module, LightningModule):
             faults.add(
                 "LightningModule.backward overridden with ZeRO",
-                "move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
+                fix="move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
         _check_storage(engine.policy, engine.pin_map, self._zero, faults)
         refuse_callbacks(module, "ZeRO, whose weights and schedule are DeepSpeed's", faults)
@@ -234,8 +234,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 given: Any = (self.config or {}).get("scheduler")
                 if lr_scheduler is not None and given is not None:
                     both = f"scheduler={given!r} in the JSON and {type(lr_scheduler).__name__} in configure_optimizers"
-                    faults.add(both, "remove one")
-            self._came_from = self._engine.came_from = split_by_dtype(optimizer, lr_scheduler)
+                    faults.add(both, fix="remove one")
+            self._came_from = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler)
         for parameter in model.parameters():
             cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
         trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -342,10 +342,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 "optimizer to save",
                 "save before it, or by ModelCheckpoint in the fit",
             )
-        came_from = self._came_from
-        first = [came_from.index(group) for group in range(len(set(came_from)))]
-        for state in checkpoint.get("lr_schedulers", ()) if len(first) < len(came_from) else ():
-            regroup(state, len(came_from), first)
+        source_group = self._came_from
+        first = [source_group.index(group) for group in range(len(set(source_group)))]
+        for state in checkpoint.get("lr_schedulers", ()) if len(first) < len(source_group) else ():
+            regroup(state, len(source_group), first)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -358,10 +358,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         with self._optimizers_while_fitting():
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)
             self._engine.override_zero_settings()
-            came_from = self._came_from
-            before = len(set(came_from))
-            for state in checkpoint.get("lr_schedulers", ()) if before < len(came_from) else ():
-                regroup(state, before, came_from)
+            source_group = self._came_from
+            before = len(set(source_group))
+            for state in checkpoint.get("lr_schedulers", ()) if before < len(source_group) else ():
+                regroup(state, before, source_group)
             if not self.reads(path):
                 set_learning_rates(self.optimizers, checkpoint)
         return checkpoint
@@ -403,7 +403,7 @@ def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, 
     for given in halves if policy.storage_dtype == "fp32" else [f"precision={policy.precision!r}"]:
         faults.add(
             f"{given} with {why}, which keeps fp32 weights and optimizer state of what is trained",
-            f"use {policy.precision.replace('true', 'mixed')!r} without such pins, or strategy='mp_fsdp2' or "
+            fix=f"use {policy.precision.replace('true', 'mixed')!r} without such pins, or strategy='mp_fsdp2' or "
             "'mp_deepspeed_zero2'",
         )
 
@@ -459,14 +459,14 @@ def split_by_dtype(optimizer: Optimizer, scheduler: Any) -> list[int]:
     old = optimizer.param_groups
     pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"])]
     pieces.sort(key=lambda piece: _rank(piece[1]))  # stable
-    came_from = [index for index, _ in pieces]
-    groups = [dict(old[at]) if at in came_from[:place] else old[at] for place, at in enumerate(came_from)]
+    source_group = [index for index, _ in pieces]
+    groups = [dict(old[at]) if at in source_group[:place] else old[at] for place, at in enumerate(source_group)]
     for group, (_, members) in zip(groups, pieces, strict=True):
         group["params"] = members
     if scheduler is not None:
-        regroup(vars(scheduler), len(old), came_from)
+        regroup(vars(scheduler), len(old), source_group)
     optimizer.param_groups[:] = groups
-    return came_from
+    return source_group
 
 
 def _rank(members: Sequence[Tensor]) -> int:
@@ -475,8 +475,8 @@ def _rank(members: Sequence[Tensor]) -> int:
     return int(members[0].dtype != torch.float32)
 
 
-def regroup(state: dict[str, Any], size: int, came_from: Sequence[int]) -> None:
-    """Reorder a scheduler's lists of ``size`` entries, one a group: group ``i`` gets that of ``came_from[i]``.
+def regroup(state: dict[str, Any], size: int, source_group: Sequence[int]) -> None:
+    """Reorder a scheduler's lists of ``size`` entries, one a group: group ``i`` gets that of ``source_group[i]``.
 
     Milestones and phases may be as many as there are groups by chance: only lists named for what a group has follow.
     """
@@ -486,6 +486,6 @@ def regroup(state: dict[str, Any], size: int, came_from: Sequence[int]) -> None:
             continue
         if key == INNER_SCHEDULERS:
             for inner in entries:
-                regroup(cast("dict[str, Any]", inner) if isinstance(inner, dict) else vars(inner), size, came_from)
+                regroup(cast("dict[str, Any]", inner) if isinstance(inner, dict) else vars(inner), size, source_group)
         elif len(entries) == size and key.endswith(_PER_GROUP):
-            state[key] = [entries[index] for index in came_from]
+            state[key] = [entries[index] for index in source_group]

@@ -52,7 +52,7 @@ def register_plan(name: str, plan: MixedPrecisionPlan | Mapping[str, Any] | str 
     """
     with Faults("register_plan") as faults:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # pyright: ignore[reportUnnecessaryIsInstance]
-            faults.add(f"name={name!r}", "letters, digits, '_' and '-'", "choose a name such as 'mine'")
+            faults.add(f"name={name!r}", allowed="letters, digits, '_' and '-'", fix="choose a name such as 'mine'")
     made = plan if isinstance(plan, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(plan)
     registry.register(f"@{name.lower()}", partial(_named, plan=made, plan_name=name))
 
@@ -88,7 +88,7 @@ def trainer_kwargs(
     known = registry.trainer_arguments()
     with Faults("trainer_kwargs") as faults:
         for other in given:
-            faults.add(f"{other} beside the plan", "remove it")
+            faults.add(f"{other} beside the plan", fix="remove it")
         for key in (key for key in trainer_args if key not in known):
             otherwise = "give what the strategy takes to make_strategy(...), or remove it"
             faults.unknown("Trainer argument", key, known, otherwise)
@@ -107,5 +107,5 @@ def _check_plan(plan: object, faults: Faults) -> None:
     if not isinstance(plan, MixedPrecisionPlan):
         faults.add(
             f"plan={plan!r}, not a MixedPrecisionPlan",
-            "write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)",
+            fix="write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)",
         )

@@ -69,15 +69,15 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         with Faults("strategy") as faults:
             for name, fix in _REFUSED.items():
                 if host.pop(name, None) is not None:
-                    faults.add(f"{name}= with FSDP1", fix)
+                    faults.add(f"{name}= with FSDP1", fix=fix)
             if not host.pop("use_orig_params", True):
-                faults.add("use_orig_params=False, where optimizers take the module's own parameters", "remove it")
+                faults.add("use_orig_params=False, where optimizers take the module's own parameters", fix="remove it")
             if wrap is not None and auto_wrap_policy is not None:
-                faults.add(f"wrap={wrap!r} and auto_wrap_policy={auto_wrap_policy!r}", "remove one")
+                faults.add(f"wrap={wrap!r} and auto_wrap_policy={auto_wrap_policy!r}", fix="remove one")
             if host.get("device_mesh") is not None or "HYBRID" in str(host.get("sharding_strategy")):
-                faults.add("replicas of FSDP1's shards", "use strategy='mp_hsdp'")
+                faults.add("replicas of FSDP1's shards", fix="use strategy='mp_hsdp'")
             if host.pop("state_dict_type", "full") != "full":
-                faults.add("state_dict_type='sharded' with FSDP1", _INSTEAD)
+                faults.add("state_dict_type='sharded' with FSDP1", fix=_INSTEAD)
         super().__init__(auto_wrap_policy=auto_wrap_policy, **host)
         self._policy, self._wrap = self.kwargs.pop("auto_wrap_policy", None), wrap
 
@@ -102,27 +102,29 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         refuse_callbacks(module, "FSDP1's flat parameters", faults)
         fitting, stored = module.trainer.state.fn == TrainerFn.FITTING, to_torch(engine.policy.storage_dtype)
         if engine.policy.pins:
-            faults.add("pins with FSDP1, whose units have one dtype", _INSTEAD)
+            faults.add("pins with FSDP1, whose units have one dtype", fix=_INSTEAD)
         if not module.automatic_optimization and fitting:
             # a backward pass inside training_step is one inside the root's forward, which FSDP1 does not survive
-            faults.add("automatic_optimization=False under FSDP1", "use strategy='mp_fsdp2' or 'mp_ddp'")
+            faults.add("automatic_optimization=False under FSDP1", fix="use strategy='mp_fsdp2' or 'mp_ddp'")
         if FSDP1_ROOT in vars(module):
             if fitting or any(parameter.dtype != stored for parameter in module.parameters()):
-                faults.add("another fit, or plan, of a module that FSDP1 wrapped", f"make a new module, or {_INSTEAD}")
+                faults.add(
+                    "another fit, or plan, of a module that FSDP1 wrapped", fix=f"make a new module, or {_INSTEAD}"
+                )
             return None
         if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             faults.add(
                 "a module that is wrapped in FullyShardedDataParallel already",
-                "remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
+                fix="remove it from configure_model, or call torch.distributed.fsdp.wrap.wrap() there, which waits",
             )
             return None
         refuse_weights(module, faults)
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
-                faults.add(f"{name!r} on the meta device with FSDP1", _INSTEAD)
+                faults.add(f"{name!r} on the meta device with FSDP1", fix=_INSTEAD)
             elif not parameter.is_floating_point() or engine.stored_dtypes()(parameter) != stored:
                 dtype = str(parameter.dtype).removeprefix("torch.")
-                faults.add(f"parameter {name!r} in {dtype} with FSDP1, whose units have one dtype", _INSTEAD)
+                faults.add(f"parameter {name!r} in {dtype} with FSDP1, whose units have one dtype", fix=_INSTEAD)
         cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults)
         chosen = set(map(id, cut.inner))
         return self._policy or CustomPolicy(lambda submodule: id(submodule) in chosen)

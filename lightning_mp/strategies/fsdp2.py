@@ -65,7 +65,7 @@ from lightning_mp.strategies.sharding import (
 class _InFP8:
     """What FSDP2 asks a shard for: what to send, and what to make of what came. Not copied with the shard."""
 
-    ways: sharding_compat.GatherWays
+    ways: sharding_compat.GatherExtensions
     module: nn.Module
     emulate: bool
     local: Tensor = field(init=False)
@@ -97,7 +97,7 @@ def check_fp8_gather(how: Sharding, tensor_parallel: int, faults: Faults) -> Non
         "compile=True": how.compile,
     }
     for given in (word for word, holds in beside.items() if holds):
-        faults.add(f"FP8(all_gather=True) beside {given}", f"leave out all_gather=True, or {given}")
+        faults.add(f"FP8(all_gather=True) beside {given}", fix=f"leave out all_gather=True, or {given}")
 
 
 class FP8Gather:
@@ -108,7 +108,7 @@ class FP8Gather:
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, rule: FP8) -> None:
         owners = {id(module.weight): module for module in modules}
-        ways = (one for one in sharding_compat.GatherWays.of(root) if id(one.shard) in owners)
+        ways = (one for one in sharding_compat.GatherExtensions.of(root) if id(one.shard) in owners)
         self._shards = [_InFP8(one, owners[id(one.shard)], rule.emulate) for one in ways]
         self._group, self._rule = group, rule
 

@@ -102,15 +102,15 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
     with Faults("make_strategy") as faults:
         for key in overrides:
             if key in entry.fixed:
-                faults.add(f"{key}={overrides[key]!r} with {name!r}", "choose the strategy whose name says so")
+                faults.add(f"{key}={overrides[key]!r} with {name!r}", fix="choose the strategy whose name says so")
             elif key in _THE_PLANS:
                 fix = "remove it; where it is to be said, MixedPrecisionPlan or Trainer has an argument for it"
-                faults.add(f"{key}=... with {name!r}, which the plan or the Trainer decides", fix)
+                faults.add(f"{key}=... with {name!r}, which the plan or the Trainer decides", fix=fix)
             elif key not in allowed:
                 given = f"unknown keyword {key!r} with {name!r}"
                 near = did_you_mean(key, allowed, "remove it")
                 fix = f"write Trainer({key}=...)" if key in trainer_arguments() else near
-                faults.add(given, ", ".join(allowed), fix)
+                faults.add(given, allowed=", ".join(allowed), fix=fix)
         check_versions(faults, "torch", "lightning")
     checked = {"policy": policy} if "policy" in own else {}
     meet_other_copy(cls, "Strategy")

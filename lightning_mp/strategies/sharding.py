@@ -170,7 +170,7 @@ def _keep_ties_together(
     for unit in (one for one in chosen if id(one) in split):
         faults.add(
             f"wrap= makes {names[id(unit)]!r} a shard unit, which shares a weight with another unit",
-            "wrap a module that holds all owners, or none of them",
+            fix="wrap a module that holds all owners, or none of them",
         )
     return chosen
 
@@ -188,7 +188,7 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
             given = " and ".join(f"{place} in {str(dtype).removeprefix('torch.')}" for dtype, place in dtypes.items())
             faults.add(
                 f"the shard unit {where} would hold two dtypes, and cannot be split: {given}",
-                "pin a module that is called and shares no weight with others, or untie the weights "
+                fix="pin a module that is called and shares no weight with others, or untie the weights "
                 "(transformers: tie_word_embeddings=False)",
             )
 
@@ -204,7 +204,7 @@ def check_compiled(root: nn.Module, cut: Units, recomputed: Iterable[nn.Module],
     if gathered is not None:
         faults.add(
             f"compile=True with checkpointing of a block in which {gathered!r} is a shard unit of its own",
-            "leave out compile=True or checkpointing, or pin under a mixed mode, where no pin to fp32 is a unit",
+            fix="leave out compile=True or checkpointing, or pin under a mixed mode, where no pin to fp32 is a unit",
         )
 
 
@@ -287,7 +287,7 @@ def cannot_initialise(model: nn.Module, faults: Faults) -> None:
         if any(one.is_meta for one in _own(module).values()) and not _initialisers(module, model):
             faults.add(
                 f"module {name or type(model).__name__!r} on the meta device, which has no reset_parameters()",
-                "give the module reset_parameters(), or build it outside init_module(empty_init=True)",
+                fix="give the module reset_parameters(), or build it outside init_module(empty_init=True)",
             )
 
 
@@ -322,7 +322,7 @@ def materialize(
             if id(tensor) in untouched:
                 faults.add(
                     f"{name!r} on the meta device, which its module's initialisation leaves as it is",
-                    "set it in reset_parameters(), or build the module outside init_module(empty_init=True)",
+                    fix="set it in reset_parameters(), or build the module outside init_module(empty_init=True)",
                 )
     for tensor in made.values():
         _broadcast_(tensor, device)

@@ -67,7 +67,7 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
     if not patterns:
         faults.add(
             f"tensor_parallel={size} on {type(model).__name__}",
-            "pass tp_plan={'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}, or remove tensor_parallel",
+            fix="pass tp_plan={'*.q_proj': 'colwise', '*.o_proj': 'rowwise'}, or remove tensor_parallel",
         )
         return {}
     named = list(named_submodules(model))
@@ -88,7 +88,7 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
         if len(set(ways.values())) > 1:
             faults.add(
                 f"a tied weight that tensor parallelism splits in two ways: {' and '.join(ways)}",
-                "give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
+                fix="give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
             )
     return found
 
@@ -101,7 +101,7 @@ def _made(style: str | ParallelStyle, name: str, module: nn.Module, faults: Faul
         return None
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         kind = original_class(module).__name__
-        faults.add(f"tensor-parallel style {style!r} for {name!r}, a {kind}", "leave it out: it stays whole")
+        faults.add(f"tensor-parallel style {style!r} for {name!r}, a {kind}", fix="leave it out: it stays whole")
     return _STYLES[style]()
 
 

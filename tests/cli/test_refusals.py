@@ -77,7 +77,7 @@ def test_a_fault_is_named_with_a_way_out(name: str, tmp_path: Path) -> None:
     built = Net.built
     (fault,) = refusal(write(tmp_path, PLAIN.replace(old, new, 1)))
     assert Net.built == built + (name == "parts that do not fit")
-    assert given in fault.given
+    assert given in fault.problem
     assert fix in fault.fix
 
 
@@ -85,7 +85,7 @@ def test_a_fault_is_named_with_a_way_out(name: str, tmp_path: Path) -> None:
 def test_a_bad_argument_is_named_with_a_way_out(argument: str, tmp_path: Path) -> None:
     given, fix = ARGUMENTS[argument]
     (fault,) = refusal(argument, write(tmp_path, PLAIN))
-    assert given in fault.given
+    assert given in fault.problem
     assert fix in fault.fix
 
 
@@ -99,16 +99,16 @@ def test_a_deepspeed_json_is_read_before_a_model_is_built(section: str, tmp_path
     built = Net.built
     (fault,) = refusal(write(tmp_path, config))
     assert Net.built == built
-    assert "unknown key fp17" in fault.given
+    assert "unknown key fp17" in fault.problem
 
 
 def test_data_without_a_target_are_refused_before_a_step(tmp_path: Path) -> None:
     text = PLAIN.replace("data:\n  _target_: support.training.loader\n  rows: 12", "data: support.training.loader")
     (fault,) = refusal(write(tmp_path, text))
-    assert "data: 'support.training.loader'" in fault.given
+    assert "data: 'support.training.loader'" in fault.problem
     text = text.replace("data: support", "data: {train: 1, test: 2} #")
     (fault,) = refusal(write(tmp_path, text))
-    assert fault.given == "data: the keys train, test"
+    assert fault.problem == "data: the keys train, test"
 
 
 def test_a_module_of_the_users_that_does_not_import_keeps_its_own_error(tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ def test_a_module_of_the_users_that_does_not_import_keeps_its_own_error(tmp_path
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(PLAIN.replace("Net", "N\xe9t").encode("latin-1"))
     (fault,) = refusal(str(tmp_path / "run.yaml"))
-    assert "run.yaml: 'utf-8' codec" in fault.given
+    assert "run.yaml: 'utf-8' codec" in fault.problem
 
 
 def test_all_faults_of_file_and_arguments_come_together(tmp_path: Path) -> None:
     text = PLAIN.replace("bf16-mixed", "bf17-mixed").replace("width", "widht").replace("max_steps", "max_step")
     faults = refusal(write(tmp_path, text), "data.rwos=3", "plan.tf32=hihg")
-    words = "\n".join(fault.given for fault in faults)
+    words = "\n".join(fault.problem for fault in faults)
     for part in ("bf17-mixed", "'hihg'", "'widht'", "max_step", "'rwos'"):
         assert part in words, part
     assert len(faults) == 5

@@ -52,5 +52,5 @@ def test_refused(plans: Any, given: str, fix: str) -> None:
     faults = Faults()
     read(plans, faults)
     (fault,) = faults.found
-    assert given in fault.given
+    assert given in fault.problem
     assert fix in fault.fix or fix in fault.allowed

@@ -72,7 +72,7 @@ def test_a_real_config_is_read_or_refused_with_its_reasons(name: str, tmp_path: 
     before = copy.deepcopy(config)
     if isinstance(expected, list):
         found = faults_of(lambda: read(config))
-        assert all(fault.given.startswith(given) for fault, given in zip(found, expected, strict=True)), found
+        assert all(fault.problem.startswith(given) for fault, given in zip(found, expected, strict=True)), found
         return
     plan = read(config)
     precision, refused = expected
@@ -195,7 +195,7 @@ REFUSED_JSON: list[tuple[dict[str, Any], list[str]]] = [
 def test_what_a_plan_cannot_carry_out_is_one_error(config: dict[str, Any], given: list[str]) -> None:
     found = faults_of(lambda: read(nested(config)))
     assert len(found) == len(given), found
-    assert all(any(fault.given.startswith(word) for fault in found) for word in given), found
+    assert all(any(fault.problem.startswith(word) for fault in found) for word in given), found
 
 
 #: a JSON, the key that stands in the notes as refused or left, and a word of the reason
@@ -263,8 +263,8 @@ def test_a_file_that_is_no_json_object_says_where_and_why(text: str | None, word
     if text is not None:
         path.write_text(text, encoding="utf-8")
     (fault,) = faults_of(lambda: load_json(path))
-    assert str(path) in fault.given
-    assert words in fault.given
+    assert str(path) in fault.problem
+    assert words in fault.problem
 
 
 def test_the_lists_of_keys_are_the_installed_deepspeeds() -> None:

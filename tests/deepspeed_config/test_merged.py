@@ -145,7 +145,7 @@ def test_a_contradiction_shows_both_values(
     precision: str, user: dict[str, Any], planned: str, words: dict[str, Any]
 ) -> None:
     fault = the_fault(lambda: composed(precision, nested(user), **words))
-    left, right = fault.given.split(" in the JSON and ")
+    left, right = fault.problem.split(" in the JSON and ")
     first, value = next(iter(user.items()))
     assert left.startswith(f"{first}={value!r}")
     assert planned in right
@@ -195,7 +195,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 def test_what_a_json_may_not_hold_is_one_fault(user: dict[str, Any], given: str, fix: str) -> None:
     for precision in RESOLVED:
         fault = the_fault(lambda precision=precision: composed(precision, nested(user)))
-        assert given in fault.given
+        assert given in fault.problem
         assert fix in fault.fix
 
 
@@ -275,7 +275,7 @@ def test_a_stage_that_does_not_shard_what_is_asked_for_is_refused() -> None:
     user = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
     assert "stage 3" in the_fault(lambda: composed("16-mixed", user, stage=2)).fix
     fault = the_fault(lambda: composed(stage=0))
-    assert (fault.given, fault.fix[:12]) == ("stage=0", "choose 'ddp'")
+    assert (fault.problem, fault.fix[:12]) == ("stage=0", "choose 'ddp'")
 
 
 # ---------------------------------------------------------------------- the Trainer's numbers
@@ -303,8 +303,8 @@ def test_what_the_trainer_says_otherwise_is_one_fault_each_with_both_values() ->
     for fault, words in zip(
         found, ("gradient_clip_val=0.5", "accumulate_grad_batches=2", "1 devices = 8"), strict=True
     ):
-        assert " in the JSON and " in fault.given
-        assert words in fault.given
+        assert " in the JSON and " in fault.problem
+        assert words in fault.problem
 
 
 @given(

@@ -117,14 +117,14 @@ def test_what_deepspeed_would_do_with_other_numbers_is_refused(
     path = tmp_path / "ds.json"
     found = faults_of(lambda: written.to_deepspeed(path, stage=2))
     assert len(found) == len(words), found
-    assert all(word in fault.given for word, fault in zip(words, found, strict=True))
+    assert all(word in fault.problem for word, fault in zip(words, found, strict=True))
     assert not path.exists()
 
 
 def test_faults_of_plan_and_arguments_come_together() -> None:
     wrong = plan(loss_scaling=LossScaling(growth_factor=4.0, backoff_factor=0.25))
     found = faults_of(lambda: wrong.to_deepspeed(stage=4, gradient_clipping=-1, train_micro_batch_size_per_gpu=0))
-    assert [fault.given.partition("=")[0] for fault in found] == [
+    assert [fault.problem.partition("=")[0] for fault in found] == [
         "loss_scaling.growth_factor",
         "loss_scaling.backoff_factor",
         "train_micro_batch_size_per_gpu",

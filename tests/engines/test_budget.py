@@ -78,7 +78,7 @@ def test_after_a_restart_it_looks_at_once_and_a_new_start_forgets_the_skips() ->
     watched, steps = budget(NonFinite(max_consecutive=3))
     for skip in (0.0, 1.0, 1.0, 1.0):  # the look after the first step is good for three more
         steps.note_step(ONE, torch.tensor(skip))
-    watched.start_over()
+    watched.reset_skip_streak()
     steps.note_step(ONE, torch.tensor(1.0))
     assert (watched.verdict(), steps.streak) == (None, 1)
 

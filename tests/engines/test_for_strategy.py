@@ -78,7 +78,7 @@ def test_a_stock_sharded_strategy_is_refused_with_the_name_of_the_one_that_does_
     kind: Any, options: dict[str, Any], instead: str
 ) -> None:
     (fault,) = _faults(kind(**options))
-    assert fault.given == f"strategy {kind.__name__}"
+    assert fault.problem == f"strategy {kind.__name__}"
     assert f"strategy={instead!r}" in fault.fix
     assert instead in StrategyRegistry.available_strategies()
 
@@ -120,5 +120,5 @@ def test_communication_hooks(hook: str, precision: str, fields: dict[str, Any], 
     found = _faults(DDPStrategy(**HOOKS[hook]), precision, **fields)
     assert len(found) == refused
     for fault in found:
-        assert HOOKS[hook]["ddp_comm_hook"].__name__ in fault.given
+        assert HOOKS[hook]["ddp_comm_hook"].__name__ in fault.problem
         assert "remove the hook" in fault.fix

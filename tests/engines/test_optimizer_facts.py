@@ -13,8 +13,8 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from conformance.optimizers import Lamb, Lion, Sam
 from lightning_mp.engines.optimizer_facts import (
-    calls_closure_again,
     check_shards,
+    requires_closure,
     takes_closure,
     warn_of_eps,
 )
@@ -109,9 +109,9 @@ class _Whole(optim.SGD):
 )
 def test_which_optimizers_take_a_closure_and_which_call_it_again(build: Any, takes: bool, again: bool) -> None:
     optimizer = build([nn.Parameter(torch.ones(2))])
-    assert (takes_closure(type(optimizer)), calls_closure_again(optimizer)) == (takes, again)
+    assert (takes_closure(type(optimizer)), requires_closure(optimizer)) == (takes, again)
     optim.lr_scheduler.ConstantLR(optimizer)  # it wraps ``step`` on the instance
-    assert (takes_closure(type(optimizer)), calls_closure_again(optimizer)) == (takes, again)
+    assert (takes_closure(type(optimizer)), requires_closure(optimizer)) == (takes, again)
 
 
 @pytest.mark.parametrize(

@@ -267,5 +267,5 @@ def test_unknown_patterns_and_operators_are_faults(options: dict[str, Any], give
     with pytest.raises(PlanError) as error:
         checkpoint(Net(), **options)
     (fault,) = error.value.faults
-    assert fault.given == given
+    assert fault.problem == given
     assert fix in fault.fix

@@ -145,7 +145,7 @@ def test_nothing_to_convert_is_refused_with_the_table(model: Any, rule: FP8, say
     with pytest.raises(PlanError) as error:
         MixedPrecisionPlan("fp8-mixed", fp8=rule).apply(model())
     (fault,) = error.value.faults
-    assert says in fault.given
+    assert says in fault.problem
     assert fix in fault.fix
 
 
@@ -154,6 +154,6 @@ def test_a_pattern_that_matches_nothing_is_refused_but_for_the_default(rule: dic
     faults = Faults()
     fp8.select(Model(), FP8(small="convert", **rule), [], faults)
     (fault,) = faults.found
-    assert "which matches no module" in fault.given
+    assert "which matches no module" in fault.problem
     model = nn.Sequential(nn.Linear(16, 16))
     assert selected(model, FP8(small="convert")) == {"0": None}

@@ -78,5 +78,5 @@ def test_a_pattern_that_matches_nothing_is_told_with_the_names_most_like_it(patt
     faults, root = Faults(), nn.ModuleDict({"body": NORM, "lm_head": LINEAR})
     no_match(pattern, root, "pin", faults)
     (fault,) = faults.found
-    assert fault.given == f"pin {pattern!r}, which matches no module"
+    assert fault.problem == f"pin {pattern!r}, which matches no module"
     assert near in fault.fix

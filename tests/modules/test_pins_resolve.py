@@ -75,7 +75,7 @@ def test_a_container_pinned_first_leaves_nothing_to_a_later_pin_below_it() -> No
 def test_all_patterns_that_match_nothing_are_told_together() -> None:
     with pytest.raises(PlanError) as error:
         resolve(Net(), {"haed": "fp32", "head": "fp32", "blcks.0": "bf16"})
-    assert [fault.given for fault in error.value.faults] == [
+    assert [fault.problem for fault in error.value.faults] == [
         "pin 'haed', which matches no module",
         "pin 'blcks.0', which matches no module",
     ]
@@ -121,9 +121,9 @@ def test_contradicting_pins_on_a_tied_weight_are_a_fault_that_names_both_places(
     with pytest.raises(PlanError) as error:
         resolve(Tied(), {"lm_head": "bf16", "wte": "fp32"})
     (fault,) = error.value.faults
-    assert "body.wte.weight pinned to fp32" in fault.given
-    assert "lm_head.weight pinned to bf16" in fault.given
-    assert "tied" in fault.given
+    assert "body.wte.weight pinned to fp32" in fault.problem
+    assert "lm_head.weight pinned to bf16" in fault.problem
+    assert "tied" in fault.problem
     assert "untie" in fault.fix
 
 
@@ -160,7 +160,7 @@ def test_a_weight_that_the_root_holds_too_cannot_be_pinned() -> None:
     faults = Faults()
     pins.resolve(Root(), [Pin("head", "fp32")], faults)
     (fault,) = faults.found
-    assert "head.weight, which is tied to the root module's own 'weight'" in fault.given
+    assert "head.weight, which is tied to the root module's own 'weight'" in fault.problem
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
@@ -169,7 +169,7 @@ def test_a_pin_that_covers_what_torch_jit_compiled_is_refused_by_its_name(patter
     root = nn.Sequential(nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2)))))
     faults = Faults()
     pins.resolve(root, (Pin(pattern=pattern, dtype="fp32"),), faults)
-    assert [fault.given for fault in faults.found] == [f"pin {pattern!r} on '0.0', which torch.jit compiled"]
+    assert [fault.problem for fault in faults.found] == [f"pin {pattern!r} on '0.0', which torch.jit compiled"]
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")

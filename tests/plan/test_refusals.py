@@ -43,7 +43,7 @@ def _refused(module: LightningModule, plan: MixedPrecisionPlan, data: Any = None
     assert module.losses == []
     for fault in caught.value.faults:
         assert str(fault) in str(caught.value)
-        assert fault.given
+        assert fault.problem
         assert fault.fix
     return caught.value
 
@@ -73,7 +73,7 @@ def test_all_faults_of_a_plan_are_reported_together() -> None:
     )
     error = _refused(Language(gpt2()), plan, tokens())
     assert len(error.faults) == 4
-    given = " ".join(fault.given for fault in error.faults)
+    given = " ".join(fault.problem for fault in error.faults)
     for word in ("'lm_haed'", "'*nrom*'", "'GPT2Blokc'", "tied"):
         assert word in given
     assert "'lm_head'" in str(error)  # the nearest names

@@ -47,7 +47,7 @@ def test_a_bad_value_is_named(fields: dict[str, Any], given: str, fix: str) -> N
     with pytest.raises(PlanError) as error:
         FP8(**fields)
     (fault,) = error.value.faults
-    assert fault.given.startswith(given)
+    assert fault.problem.startswith(given)
     assert fix in fault.fix
 
 

@@ -107,7 +107,7 @@ def test_a_word_is_the_plan_of_that_precision(word: Any, precision: str) -> None
 def test_what_is_no_config_is_refused(config: Any, given: str) -> None:
     with pytest.raises(PlanError) as error:
         plain_mapping(config)
-    assert error.value.faults[0].given == given
+    assert error.value.faults[0].problem == given
 
 
 def test_a_misspelt_word_is_answered_with_the_near_ones() -> None:
@@ -154,7 +154,7 @@ def test_a_fault_of_a_file_is_named_with_its_line(name: str, tmp_path: Path) -> 
     with pytest.raises(PlanError) as error:
         MixedPrecisionPlan.from_config(path)
     assert said in str(error.value)
-    assert all("plan.yaml" in fault.given for fault in error.value.faults)
+    assert all("plan.yaml" in fault.problem for fault in error.value.faults)
     with pytest.raises(PlanError) as bare:
         MixedPrecisionPlan.from_config(yaml.safe_load(PLACED))
-    assert bare.value.faults[0].given == "growth_factor=0.5"
+    assert bare.value.faults[0].problem == "growth_factor=0.5"

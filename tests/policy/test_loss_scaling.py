@@ -44,7 +44,7 @@ def test_a_value_out_of_its_range_is_refused(written: dict[str, Any], given: str
     with pytest.raises(PlanError) as error:
         LossScaling(**written)
     (fault,) = error.value.faults
-    assert fault.given == given
+    assert fault.problem == given
     assert allowed in fault.allowed
     assert fault.fix
 
@@ -62,7 +62,7 @@ def test_all_faults_are_told_at_once() -> None:
             max_scale=0,
             at_min="stop",  # type: ignore[arg-type]
         )
-    said = {fault.given.split("=")[0] for fault in error.value.faults}
+    said = {fault.problem.split("=")[0] for fault in error.value.faults}
     assert said == {item.name for item in fields(LossScaling)} - {"consecutive_hysteresis", "dynamic"}
     assert str(error.value).startswith("LossScaling: 9 faults.")
 
@@ -107,4 +107,4 @@ def test_a_constructor_is_a_choice_of_fields(config: LossScaling, expected: dict
 def test_bad_values_of_deepspeeds_keys_are_refused(keys: dict[str, Any], given: str) -> None:
     with pytest.raises(PlanError) as error:
         LossScaling.deepspeed(**keys)
-    assert [fault.given for fault in error.value.faults] == [given]
+    assert [fault.problem for fault in error.value.faults] == [given]

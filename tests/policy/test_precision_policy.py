@@ -103,7 +103,7 @@ def test_what_is_no_format_to_store_in_is_refused_with_the_list(written: Any) ->
     with pytest.raises(PlanError) as error:
         Pin("norm", written)
     (fault,) = error.value.faults
-    assert (fault.given, fault.allowed) == (f"pin 'norm': dtype={written!r}", "fp32, bf16, fp16")
+    assert (fault.problem, fault.allowed) == (f"pin 'norm': dtype={written!r}", "fp32, bf16, fp16")
 
 
 # ---------------------------------------------------------------------- forms

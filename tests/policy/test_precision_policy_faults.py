@@ -93,7 +93,7 @@ def test_a_fault_says_what_was_given_what_is_allowed_and_what_to_do(
     with pytest.raises(PlanError) as error:
         PrecisionPolicy(**fields)
     (fault,) = error.value.faults
-    assert fault.given == given
+    assert fault.problem == given
     assert allowed in fault.allowed
     assert fix in fault.fix
     assert fault.fix
@@ -116,7 +116,7 @@ def test_a_keyword_the_plan_does_not_have_is_refused_with_the_nearest_and_all_th
     with pytest.raises(PlanError) as error:
         MixedPrecisionPlan("16-mixed", **{keyword: None})  # type: ignore[arg-type]
     (fault,) = error.value.faults
-    assert (fault.given, fault.fix) == (f"unknown argument '{keyword}'", fix)
+    assert (fault.problem, fault.fix) == (f"unknown argument '{keyword}'", fix)
     assert fault.allowed == ", ".join(["precision", *inspect.signature(MixedPrecisionPlan).parameters][1:])
 
 
@@ -135,7 +135,7 @@ def test_every_fault_of_every_field_is_told_at_once() -> None:
                 "precison": "16-mixed",
             }
         )
-    assert sorted(fault.given for fault in error.value.faults) == sorted(
+    assert sorted(fault.problem for fault in error.value.faults) == sorted(
         [
             "unknown key precison",
             "precision='17-mixed'",

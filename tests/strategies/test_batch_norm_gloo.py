@@ -72,7 +72,7 @@ def _refused(strategy: Any, layer_sync: Any, module: nn.Module) -> str:
     strategy.parallel_devices = [torch.device("cpu")]
     faults = Faults()
     for_strategy.synced(strategy, module, faults)
-    return "; ".join(f"{fault.given} {fault.fix}" for fault in faults.found)
+    return "; ".join(f"{fault.problem} {fault.fix}" for fault in faults.found)
 
 
 def test_what_cannot_be_synchronized_is_refused() -> None:

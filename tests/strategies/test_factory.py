@@ -41,7 +41,7 @@ def _plan() -> MixedPrecisionPlan:
 
 
 def _given(error: PlanError) -> str:
-    return " ".join(fault.given for fault in error.faults)
+    return " ".join(fault.problem for fault in error.faults)
 
 
 def test_the_names_are_those_of_the_table() -> None:

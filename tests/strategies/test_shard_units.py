@@ -181,4 +181,4 @@ def test_a_unit_in_a_checkpointed_part_is_not_compiled(pinned: dict[str, str], r
     root, faults = Model(), Faults()
     found = _units(root, Block, pinned, torch.bfloat16, faults)[0]
     sharding.check_compiled(root, found, [root.get_submodule(recomputed)], faults)
-    assert ["'layers.0.norm'" in fault.given for fault in faults.found] == [True] * refused
+    assert ["'layers.0.norm'" in fault.problem for fault in faults.found] == [True] * refused

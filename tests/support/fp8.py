@@ -156,7 +156,7 @@ class Across:
             try:
                 runner.fit(module, texts(seed=3 if self.alike else 3 + rank()), texts())
             except PlanError as error:
-                return [fault.given for fault in error.faults]
+                return [fault.problem for fault in error.faults]
             logits, made_in_fit = module.logits, len(made)
             if not self.strategy.startswith("deepspeed"):
                 runner.validate(module, texts(), verbose=False)

@@ -120,7 +120,7 @@ def by_policy(
 def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
     """What one of Lightning's own plugins does, as its documentation has it."""
     precision = str(plugin.precision)
-    by, bound = f"{type(plugin).__name__}({precision!r})", in_force(modules)
+    by, bound = f"{type(plugin).__name__}({precision!r})", active_pins(modules)
     _, half = DTYPES_OF.get(precision, (None, None))
     if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
         note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
@@ -154,7 +154,7 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
     )
 
 
-def in_force(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def active_pins(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """The pins that modules themselves carry: those of a plan that was applied, or of ``DtypePinning``."""
     states = {name: module.__dict__.get("_lmp_pin") for name, module in modules.items()}
     return {name: dtype_name(cast("pins.PinState", state).dtype) for name, state in states.items() if state is not None}

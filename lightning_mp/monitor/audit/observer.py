@@ -20,7 +20,7 @@ from lightning_mp.compat.torchao import held_dtype, product_node
 from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.patterns import original_class, plain_name
 from lightning_mp.monitor.side_run import around_passes
-from lightning_mp.numerics.dtypes import dtype_name, floating_in, has_tf32, left_alone
+from lightning_mp.numerics.dtypes import dtype_name, floating_in, has_tf32, uncastable
 
 Kind = Literal["product", "norm", "lookup", "statistic", "pointwise"]
 
@@ -262,7 +262,7 @@ class Watch(TorchDispatchMode):
 def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module], states: States) -> None:
     """Look at what is stored: the modules' own parameters, and their optimizer state."""
     for name, module in modules.items():
-        one, quantized = seen[name], left_alone(module)
+        one, quantized = seen[name], uncastable(module)
         for parameter in module.parameters(recurse=False):
             # bitsandbytes casts the frozen bias of a quantized weight itself
             own = id(parameter) in quantized or (quantized and not parameter.requires_grad)

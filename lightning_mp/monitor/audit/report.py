@@ -145,8 +145,8 @@ class AuditReport:
                 where = f" on rank {', '.join(map(str, row.ranks))}" if row.ranks else ""
                 faults.add(
                     f"{names} {_WITH[difference.what]} {difference.found}{where}",
-                    f"{difference.declared}, as {self.declared_by} declares. Likely cause: {difference.reason}",
-                    difference.fix,
+                    allowed=f"{difference.declared}, as {self.declared_by} declares. Likely cause: {difference.reason}",
+                    fix=difference.fix,
                 )
         return faults
 

@@ -132,10 +132,10 @@ class StepMeasurement:
         half = [parameter for parameter in self._trained.values() if parameter.dtype in HALF]
         moves: list[Tensor] = []
         for parameter in half:
-            gradient = some(self._layout.gradient(parameter).tensor)
+            gradient = sample(self._layout.gradient(parameter).tensor)
             moves.append(gradient != 0)
             if not gradient.numel() or id(parameter) not in moving:
-                moves[-1] = torch.zeros_like(some(self._layout.parameter(parameter).tensor), dtype=torch.bool)
+                moves[-1] = torch.zeros_like(sample(self._layout.parameter(parameter).tensor), dtype=torch.bool)
         for kind, shard in copied(map(self._layout.parameter, half), moves).items():
             self._moves[kind] = self._moves[kind] | shard.tensor if kind in self._moves else shard.tensor
 
@@ -331,12 +331,12 @@ def copied(shards: Iterable[Shard], pieces: Iterable[Tensor] | None = None) -> d
     """Copies of the parameters, or ``pieces`` of their shape, those of a kind behind each other in one tensor."""
     found: dict[Kind, list[Tensor]] = {}
     shards = list(shards)
-    for (tensor, groups), piece in zip(shards, pieces or (some(one.tensor) for one in shards), strict=True):
+    for (tensor, groups), piece in zip(shards, pieces or (sample(one.tensor) for one in shards), strict=True):
         found.setdefault((groups, tensor.dtype, tensor.device, piece.dim()), []).append(piece)
     return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
 
 
-def some(tensor: Tensor) -> Tensor:
+def sample(tensor: Tensor) -> Tensor:
     """All of a tensor, flat; of a large one :data:`PIECES` rows."""
     flat = tensor.reshape(-1)
     if flat.numel() <= PIECES * PIECE:

@@ -125,23 +125,23 @@ class BadSteps:
         in_a_row: int,
         allowed: int,
         scale: float | None,
-        searching: bool,
+        scale_warmup: bool,
         verdict: Verdict | None,
         bad_loss: bool | None = None,
-        at_hand: Origin | None = None,
+        from_gradients: Origin | None = None,
     ) -> None:
         """Run the batches of a skipped step again; save the bad one, write the event, print it, and rewind or raise.
 
-        ``searching``: a finite loss then makes it an ordinary overflow, of which there is only an ``info`` event.
-        ``bad_loss`` is whether the loss was non-finite, where that is known; ``at_hand`` is what the gradients said.
+        ``scale_warmup``: a finite loss then makes it an ordinary overflow, of which there is only an ``info`` event.
+        ``bad_loss`` is whether the loss was non-finite, where known; ``from_gradients`` is what the gradients said.
 
         Raises:
             NonFiniteError: ``verdict`` says why the run ends, or there is no checkpoint to rewind to.
             LossScaleError: it ends by an overflow at the minimum loss scale.
         """
-        found = self.replayer.locate(self._trainer, self._trainer.lightning_module, at_hand)
+        found = self.replayer.locate(self._trainer, self._trainer.lightning_module, from_gradients)
         bad_loss = found.bad_loss if bad_loss is None else bad_loss
-        ordinary = searching and scale is not None and not bad_loss
+        ordinary = scale_warmup and scale is not None and not bad_loss
         rank = "*" if found.rank is None else found.rank
         event = bad_step(
             found,
@@ -276,7 +276,7 @@ def check_rewind(trainer: Trainer, given: str, instead: str, faults: Faults) -> 
     """Add a fault if the Trainer writes no checkpoint to go back to, as ``given`` asks for."""
     if not _writers(trainer):
         what = f"{given} without a ModelCheckpoint that saves optimizer states"
-        faults.add(what, f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}")
+        faults.add(what, fix=f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}")
 
 
 def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
@@ -373,12 +373,12 @@ class BadStepCallback(WritesRun):
                 in_a_row=max(streak, 1),
                 allowed=0 if self.rule.action == "raise" else self.rule.max_consecutive,
                 scale=engine.loss_scale,
-                searching=verdict is None and streak == 0,
+                scale_warmup=verdict is None and streak == 0,
                 verdict=None if rewinds else verdict,
             )
             if rewinds:  # the loss scale goes back with the weights; the counts of the run go on
                 scaler.load_counts(counts)
-                engine.start_over()
+                engine.reset_skip_streak()
         bad.replayer.forget()
 
 

@@ -113,13 +113,13 @@ class Replayer:
         found = [kept for kept in self._window if batch_idx in (None, kept.batch_idx)]
         return found[-1] if found else None
 
-    def locate(self, trainer: Trainer, pl_module: LightningModule, at_hand: Origin | None = None) -> Diagnosis:
+    def locate(self, trainer: Trainer, pl_module: LightningModule, from_gradients: Origin | None = None) -> Diagnosis:
         """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
 
         Call it between the backward pass and the next batch; under manual optimization outside of ``training_step``.
         Nothing is left behind: generators, buffers, gradients and attributes of modules are as before, and nothing is
-        logged. ``at_hand`` is what gradients said before they were dropped. Under DeepSpeed only the forward is run
-        again, since backward belongs to its engine. Where weights are non-finite already because the bad step was
+        logged. ``from_gradients`` is what gradients said before they were dropped. Under DeepSpeed only the forward is
+        run again, since backward belongs to its engine. Where weights are non-finite already because the bad step was
         applied, the first module with such a weight is named.
         """
         distributed = trainer.world_size > 1
@@ -129,10 +129,10 @@ class Replayer:
             found = first_bad_rank(origin, bad_loss, distributed=distributed)
             if found.origin is not None or found.bad_loss:
                 return replace(found, batch_idx=kept.batch_idx)
-        return self._without_replay(pl_module, at_hand, notes, distributed=distributed)
+        return self._without_replay(pl_module, from_gradients, notes, distributed=distributed)
 
     def _without_replay(
-        self, module: nn.Module, at_hand: Origin | None, notes: list[str], *, distributed: bool
+        self, module: nn.Module, from_gradients: Origin | None, notes: list[str], *, distributed: bool
     ) -> Diagnosis:
         """What weights and gradients say, which may have come from any rank.
 
@@ -141,7 +141,7 @@ class Replayer:
         """
         origin = nonfinite.from_parameters(module)
         if origin is None:
-            origin = at_hand or nonfinite.from_gradients(module)
+            origin = from_gradients or nonfinite.from_gradients(module)
             if self._window and not notes and origin is not None:
                 origin = replace(origin, phase="after backward")
         found = first_bad_rank(named(module, origin), False, distributed=distributed)

@@ -220,7 +220,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
     for place, style, name, series in found:
         # what is not positive has no place on a logarithmic axis
         placed = [None if logarithmic and value is not None and value <= 0 else value for value in series.values]
-        drawn = thin(Series(series.steps, placed))
+        drawn = downsample(Series(series.steps, placed))
         look = {"run": place, "colour": f"run-{style}", "dash": dash(style), "name": str(escape(name))}
         lines.append({**look, "x": drawn.steps, "y": drawn.values})
     return {
@@ -266,7 +266,7 @@ def dash(style: int) -> str:
     return _DASHES[style % len(_DASHES)]
 
 
-def thin(series: Series, limit: int = MAX_POINTS) -> Series:
+def downsample(series: Series, limit: int = MAX_POINTS) -> Series:
     """At most ``limit`` (8 or more) of the readings, in order.
 
     The readings between the first and the last are cut into stretches of equal length; of each stay the lowest, the

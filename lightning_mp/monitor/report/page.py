@@ -48,7 +48,7 @@ def write_report(
     target = Path(output) if output is not None else Path(os.path.commonpath([*folders])) / REPORT
     if target.is_dir():
         raise PlanError.of(f"output={str(target)!r} is a folder", f"write {str(target / REPORT)!r}", "report")
-    put(target, document(_HERE / "report.html.j2", **_content(load_runs(folders), title, not_run or {})))
+    atomic_write(target, document(_HERE / "report.html.j2", **_content(load_runs(folders), title, not_run or {})))
     return target
 
 
@@ -61,7 +61,7 @@ def summaries(run_dirs: RunDirs) -> list[dict[str, Any]]:
     return [summary(run) for run in load_runs(find_runs(run_dirs))]
 
 
-def put(target: Path, page: str) -> None:
+def atomic_write(target: Path, page: str) -> None:
     """Write a page, whole or not at all.
 
     Raises:
@@ -86,11 +86,11 @@ def find_runs(run_dirs: RunDirs) -> list[Path]:
     given = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else run_dirs
     with Faults("report") as faults:
         if not given:
-            faults.add("no folder was named", "name that of a run, or several")
+            faults.add("no folder was named", fix="name that of a run, or several")
         for folder in (Path(item) for item in given if not is_run(Path(item))):
             below = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
             fix = f"name the runs in it: {' '.join(map(str, below))}" if below else "name one that has a metrics.jsonl"
-            faults.add(f"{str(folder)!r} {'holds no run' if folder.exists() else 'does not exist'}", fix)
+            faults.add(f"{str(folder)!r} {'holds no run' if folder.exists() else 'does not exist'}", fix=fix)
     return list(dict.fromkeys(Path(item).resolve() for item in given))
 
 

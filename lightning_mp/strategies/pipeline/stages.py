@@ -41,7 +41,7 @@ def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
         faults.add(
             f"{type(module).__name__} without pipeline_stage(index, count), and with {len(found)} models that are cut "
             "without it",
-            f"define pipeline_stage(self, index, count), or use one of {', '.join(_SHAPES)}",
+            fix=f"define pipeline_stage(self, index, count), or use one of {', '.join(_SHAPES)}",
         )
         return None
     model, shape = found[0]
@@ -49,7 +49,7 @@ def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
     if count > layers:
         faults.add(
             f"{count} stages of {type(model).__name__}, which has {layers} layers",
-            f"use at most {layers} stages, those that one process holds counted in",
+            fix=f"use at most {layers} stages, those that one process holds counted in",
         )
         return None
     return partial(_stage, model, shape)
@@ -62,7 +62,7 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
     if wrapped or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         faults.add(
             "a module that is sharded or wrapped already cannot be cut into pipeline stages",
-            "leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
+            fix="leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
         )
     cannot_initialise(module, faults)
     make = None if faults.found else _maker(module, count, faults)
@@ -75,7 +75,7 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
         if any(id(parameter) not in known for parameter in stage.parameters()):
             faults.add(
                 f"pipeline_stage({index}, {count}) has a parameter which is not the module's own",
-                "use the module's submodules themselves, not copies or new ones, so that checkpoints keep its names",
+                fix="use the module's submodules, not copies or new ones, so that checkpoints keep its names",
             )
         for tensor in (*stage.parameters(), *stage.buffers()):
             held.setdefault(id(tensor), []).append(index)
@@ -84,12 +84,12 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
         if len(where) > 1:
             faults.add(
                 f"{name!r} is in the stages {' and '.join(map(str, where))}, as tied embeddings are",
-                "untie them (transformers: tie_word_embeddings=False), or use strategy='mp_fsdp2'",
+                fix="untie them (transformers: tie_word_embeddings=False), or use strategy='mp_fsdp2'",
             )
         elif not where and parameter.requires_grad:
             faults.add(
                 f"{name!r} is trained, and in none of the {count} stages",
-                "put its module into the stage that uses it, or freeze it",
+                fix="put its module into the stage that uses it, or freeze it",
             )
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return Cut(make, {name: held[id(tensor)][0] for name, tensor in named if id(tensor) in held})

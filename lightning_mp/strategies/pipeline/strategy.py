@@ -190,7 +190,9 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         refuse_callbacks(model, "pipeline stages", faults)
         name, precision = type(model).__name__, engine.policy.precision
         if precision not in _MODES:
-            faults.add(f"precision={precision!r} under pipeline parallelism", ", ".join(_MODES), "use 'bf16-mixed'")
+            faults.add(
+                f"precision={precision!r} under pipeline parallelism", allowed=", ".join(_MODES), fix="use 'bf16-mixed'"
+            )
         hooks = "move it to on_before_backward or on_after_backward: backward runs for each micro-batch"
         for holds, given, fix in (
             (not model.automatic_optimization, "manual optimization", "leave out automatic_optimization=False"),
@@ -206,11 +208,11 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             ),
         ):
             if holds:
-                faults.add(f"{given} cannot run in pipeline stages", f"{fix}, or use strategy='mp_ddp'")
+                faults.add(f"{given} cannot run in pipeline stages", fix=f"{fix}, or use strategy='mp_ddp'")
         if known is None and any(map(is_remote, model.parameters())):
             faults.add(
                 f"the other stages of {name} are on the ranks of an earlier run",
-                "make the module anew and load the checkpoint (ckpt_path=...)",
+                fix="make the module anew and load the checkpoint (ckpt_path=...)",
             )
         if faults.found or known is not None:
             return known

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_mp import NonFiniteError
+from lightning_mp.callbacks import TrainingHealth
 from lightning_mp.modules.fp8_watch import Watch
 from lightning_mp.monitor import metric_names
 from lightning_mp.monitor.health import throughput
@@ -194,7 +197,14 @@ def test_a_bad_step_names_layer_and_operand(role: str, tmp_path: Path) -> None:
         else:
             layer.register_forward_hook(lambda _, a, output: Changed.apply(output, _inf))
 
-    health, _, _ = watched(tmp_path, steps=2, plant=plant)
-    event = health.events[0]
+    events: list[Any] = []
+
+    class Keeps(Callback):
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            events.extend(next(one for one in trainer.callbacks if isinstance(one, TrainingHealth)).events)
+
+    with pytest.raises(NonFiniteError, match="applied 0 of its 2"):
+        watched(tmp_path, steps=2, plant=plant, callbacks=[Keeps()])
+    event = events[0]
     assert event.kind.startswith("nonfinite")
     assert (event.module, event.evidence["role"]) == (LAYER, role)

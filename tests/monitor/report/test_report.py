@@ -332,7 +332,7 @@ def test_folders_that_hold_no_run_are_refused_all_at_once(tmp_path: Path) -> Non
     write_run(tmp_path / "runs" / "one")
     with pytest.raises(PlanError) as caught:
         write_report([tmp_path / "empty", tmp_path / "gone", tmp_path / "file", tmp_path / "runs"])
-    given = [fault.given for fault in caught.value.faults]
+    given = [fault.problem for fault in caught.value.faults]
     for text, reason in zip(given, ("holds no run", "does not exist", "holds no run", "holds no run"), strict=True):
         assert reason in text
     assert caught.value.faults[3].fix == f"name the runs in it: {tmp_path / 'runs' / 'one'}"

@@ -83,8 +83,8 @@ def test_every_piece_follows_its_groups_schedule(name: str) -> None:
     expected = _rates(plain, SCHEDULES[name](plain))
     optimizer, _ = _two()
     schedule = SCHEDULES[name](optimizer)
-    came_from = split_by_dtype(optimizer, schedule)
-    assert _rates(optimizer, schedule) == [[rates[group] for group in came_from] for rates in expected]
+    source_group = split_by_dtype(optimizer, schedule)
+    assert _rates(optimizer, schedule) == [[rates[group] for group in source_group] for rates in expected]
 
 
 def test_lists_that_are_no_groups_stay_though_they_are_as_long() -> None:

@@ -44,7 +44,7 @@ def _refused(module: LightningModule, plan: MixedPrecisionPlan, *arguments: Any,
     assert same_weights(before, weights(module))
     assert kinds == [type(m) for m in module.modules()]
     for fault in caught.value.faults:
-        assert fault.given
+        assert fault.problem
         assert fault.fix
     return caught.value
 
