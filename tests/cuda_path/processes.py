@@ -56,6 +56,7 @@ class Processes:
         if self._child is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
             environment |= {"OMP_NUM_THREADS": "1", "CUDA_PATH_LOG": str(self._log)}
+            environment.pop("PL_GLOBAL_SEED", None)  # a test before may have left it: Lightning seeds by it
             command = [sys.executable, "-m", "cuda_path.processes"]
             self._child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
