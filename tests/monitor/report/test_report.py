@@ -20,7 +20,7 @@ from lightning_mp.errors import PlanError
 from lightning_mp.monitor import report
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.report import summaries, write_report
-from lightning_mp.monitor.report.charts import draw, lay_out, thin
+from lightning_mp.monitor.report.charts import draw, lay_out, downsample
 from lightning_mp.monitor.report.load import Run, Series, load
 from lightning_mp.monitor.run_folder import RunFolder
 from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, about, metrics, values, write_run
@@ -168,7 +168,7 @@ def test_compared_runs_have_a_line_each_with_a_colour_and_a_dash(tmp_path: Path)
 )
 def test_thinning_keeps_extremes_ends_gaps_and_the_order(values: list[float | None], limit: int) -> None:
     series = Series(list(range(len(values))), values)
-    thinned = thin(series, limit)
+    thinned = downsample(series, limit)
     assert len(thinned.values) <= limit
     assert thinned.steps == sorted({0, *thinned.steps, len(values) - 1})
     assert thinned.values == [values[step] for step in thinned.steps]
