@@ -20,7 +20,7 @@ from lightning_mp.errors import PlanError
 from lightning_mp.monitor import report
 from lightning_mp.monitor.events import Event
 from lightning_mp.monitor.report import summaries, write_report
-from lightning_mp.monitor.report.charts import draw, lay_out, downsample
+from lightning_mp.monitor.report.charts import downsample, draw, lay_out
 from lightning_mp.monitor.report.load import Run, Series, load
 from lightning_mp.monitor.run_folder import RunFolder
 from monitor.report.runs import COLLAPSE, OVERFLOWS, SPIKE, about, metrics, values, write_run
