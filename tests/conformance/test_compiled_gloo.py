@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ def _cells() -> Iterator[Any]:
     quick = ("single", "block.compile() inductor: bf16-mixed+all")
     for cell in (quick, *_sample("aot_eager"), *_sample("inductor")):
         slow = cell != quick and ("inductor" in cell[1] or ("fp8" in cell[1] and world(cell[0]) > 1))
-        yield pytest.param(*cell, marks=[pytest.mark.slow, pytest.mark.whole] if slow else [])
+        marks = [pytest.mark.slow, pytest.mark.whole] if slow else []
+        if "fp8" in cell[1]:
+            marks.append(pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao"))
+        yield pytest.param(*cell, marks=marks)
 
 
 #: inductor compiles FP8 that is emulated for a minute
