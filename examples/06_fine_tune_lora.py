@@ -2,7 +2,7 @@
 
     python examples/06_fine_tune_lora.py [STEPS]
 
-It learns from Python's standard library, and is asked about the modules a to c, which it never saw, before and after.
+It learns from Python's standard library, and is asked about the modules with an a, which it never saw, before and after.
 """
 
 import re
@@ -45,7 +45,7 @@ def pairs(held_out: bool) -> list[tuple[str, str]]:
     for name in sorted(sys.stdlib_module_names):
         for path in sorted([*folder.glob(f"{name}.py"), *folder.glob(f"{name}/**/*.py")]):
             for signature, line in re.findall(r'def (\w+\(.{,60}\)).*:\n +"""(.{20,}?)"*\n', path.read_text("utf-8")):
-                found.setdefault(line, ("a" <= name < "d", f"{name}.{signature}"))
+                found.setdefault(line, (name.startswith("a"), f"{name}.{signature}"))
     return [(signature, line) for line, (held, signature) in found.items() if held == held_out]
 
 
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     model, plan = Encoder(), MixedPrecisionPlan("bf16-mixed", pins={"LayerNorm": "fp32"})
     for steps in (0, int(sys.argv[1]) if sys.argv[1:] else 20):
         trainer = Trainer(plugins=[plan], max_steps=steps, devices=1, logger=False, enable_checkpointing=False)
-        trainer.fit(model, torch.utils.data.DataLoader(pairs(held_out=False), batch_size=32, shuffle=True))
+        trainer.fit(model, torch.utils.data.DataLoader(pairs(held_out=False), batch_size=16, shuffle=True))
         (scores,) = trainer.predict(model, torch.utils.data.DataLoader(pairs(held_out=True), batch_size=1000))
         rank = (scores >= scores.diagonal()[:, None]).sum(dim=1)
         print(f"{steps:3} steps: recall@1 {(rank == 1).float().mean():.3f}, MRR@10 {((rank <= 10) / rank).mean():.3f}")

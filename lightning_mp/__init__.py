@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
     from lightning_mp.modules.fp8 import FP8Layer
     from lightning_mp.modules.pins import unpin
-    from lightning_mp.monitor.audit import AuditReport, audit
-    from lightning_mp.monitor.events import Event
-    from lightning_mp.monitor.findings import Finding
     from lightning_mp.pin_advice import PinAdvice, suggest_pins
+    from lightning_mp.plan.plan import MixedPrecisionPlan
     from lightning_mp.policy import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy
     from lightning_mp.policy.pieces import LossScaling
-    from lightning_mp.precision import MixedPrecisionPlan
-    from lightning_mp.preflight import doctor
+    from lightning_mp.precision_audit.audit import AuditReport, audit
+    from lightning_mp.preflight.doctor import doctor
+    from lightning_mp.record.events import Event
+    from lightning_mp.record.findings import Finding
     from lightning_mp.strategies.factory import make_strategy, register_plan, trainer_kwargs
 
 __version__ = "0.1.0"
@@ -32,13 +32,13 @@ _HOMES = {
     "errors": ("LossScaleError", "MissingExtraError", "NonFiniteError", "PlanError"),
     "modules.fp8": ("FP8Layer",),
     "modules.pins": ("unpin",),
-    "monitor.audit": ("AuditReport", "audit"),
-    "preflight": ("doctor",),
-    "monitor.events": ("Event",),
-    "monitor.findings": ("Finding",),
+    "precision_audit.audit": ("AuditReport", "audit"),
+    "preflight.doctor": ("doctor",),
+    "record.events": ("Event",),
+    "record.findings": ("Finding",),
     "pin_advice": ("PinAdvice", "suggest_pins"),
     "policy": ("FP8", "Checkpointing", "LossScaling", "NonFinite", "Pin", "PrecisionPolicy"),
-    "precision": ("MixedPrecisionPlan",),
+    "plan.plan": ("MixedPrecisionPlan",),
     "strategies.factory": ("make_strategy", "register_plan", "trainer_kwargs"),
 }
 
@@ -75,7 +75,7 @@ __all__ = [
 _PACKAGES = ("callbacks", "numerics", "planner")
 
 #: those whose names neither are made of Lightning's classes nor ask for them
-_APART = ("checkpoints", "errors", "modules.fp8", "modules.pins", "monitor.events", "monitor.findings", "policy")
+_APART = ("checkpoints", "errors", "modules.fp8", "modules.pins", "policy", "record.events", "record.findings")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import move_data_to_device
-from lightning_mp.engines import for_strategy
-from lightning_mp.engines.eager import EagerEngine
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, original_class
-from lightning_mp.monitor.side_run import loss_of, output_in
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, describe, floating_in, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.plan import for_strategy
+from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.plan import MixedPrecisionPlan
+from lightning_mp.plan.side_run import loss_of, output_in
 from lightning_mp.policy import Pin, PrecisionPolicy
-from lightning_mp.precision import MixedPrecisionPlan
 
 #: half a unit in the last place of a number in the format, relative to it
 ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in TORCH_DTYPES.items()}

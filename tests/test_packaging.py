@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning-mp"
 HEAVY = ("torch", "lightning", "pytorch_lightning", "transformers", "deepspeed", "omegaconf", "hydra")
 #: floor 0, which import-linter holds to be pure data
-FLOOR_0 = ("deepspeed_config", "errors", "monitor.events", "monitor.report", "planner", "policy.load")
+FLOOR_0 = ("deepspeed.merge", "errors", "planner", "policy.load", "record.events", "record.report")
 
 
 def heavy_modules_after(statement: str) -> list[str]:

@@ -20,9 +20,9 @@ from lightning_mp.errors import Faults, counted, install_line, one_line
 if TYPE_CHECKING:
     import torch
 
-    from lightning_mp.monitor.audit import AuditReport
-    from lightning_mp.monitor.findings import Finding
     from lightning_mp.policy.hardware import Device
+    from lightning_mp.precision_audit.audit import AuditReport
+    from lightning_mp.record.findings import Finding
 
 #: for more of either a step on a CPU may take minutes: of the model, and of the first batch
 MOST_WEIGHTS, MOST_NUMBERS = 100_000_000, 10_000_000
@@ -40,8 +40,8 @@ def doctor(
 
     Example: lightning-mp doctor experiment=llama_tiny plan=fp16
     """
-    from lightning_mp.monitor.findings import exit_status, show, to_json
     from lightning_mp.policy.hardware import find
+    from lightning_mp.record.findings import exit_status, show, to_json
 
     # what the model's own code prints is no part of the answer
     progress("examining ...")
@@ -67,7 +67,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     from lightning_mp.cli import parts
     from lightning_mp.cli.config import composed
     from lightning_mp.compat.lightning import LightningModule
-    from lightning_mp.preflight import doctor as examine
+    from lightning_mp.preflight.doctor import doctor as examine
 
     faults = Faults("doctor")
     with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (job,):
@@ -135,10 +135,10 @@ def audit(
 
 def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) -> tuple[AuditReport, Path]:
     """Of the callbacks only the audit runs; nothing is validated, logged or saved as a checkpoint."""
-    from lightning_mp.callbacks.precision_audit import PrecisionAudit
     from lightning_mp.cli import parts
     from lightning_mp.comparison.compare import quiet
-    from lightning_mp.monitor.side_run import BARE
+    from lightning_mp.plan.side_run import BARE
+    from lightning_mp.precision_audit.callback import PrecisionAudit
 
     faults = Faults("audit")
     faults.whole("--steps", steps, 1, "leave it out to audit the first step")
@@ -208,7 +208,7 @@ def collect() -> dict[str, Any]:
 
     import torch
 
-    from lightning_mp.monitor.run_log import versions
+    from lightning_mp.record.run_log import versions
 
     # torch's own version says what it was built for
     found = {"system": platform.platform(), **versions(), "torch": str(torch.__version__)}

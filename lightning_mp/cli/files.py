@@ -69,7 +69,7 @@ def report(
 
     Example: lightning-mp report runs/a runs/b
     """
-    from lightning_mp.monitor.report import summaries, write_report
+    from lightning_mp.record.report import summaries, write_report
 
     with refusals("report", OSError):
         typer.echo(json.dumps(summaries(run_dirs), indent=2) if as_json else write_report(run_dirs, output))

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 
-from lightning_mp.callbacks.training_health import TrainingHealth
 from lightning_mp.cli.config import RUN_DIR, composed, is_ours, signature_of
 from lightning_mp.comparison.compare import fit_arguments
 from lightning_mp.compat.lightning import (
@@ -24,11 +23,12 @@ from lightning_mp.compat.lightning import (
     seed_everything,
 )
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted, is_whole, one_line
-from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.callback_utils import callbacks_of
+from lightning_mp.health.callback import TrainingHealth
 from lightning_mp.numerics.rng import environment_kept
+from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
-from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.record import metric_names
+from lightning_mp.record.callback_utils import callbacks_of
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 #: more processes of a CPU's run than so many a core take its memory before they say anything

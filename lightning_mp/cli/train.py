@@ -150,7 +150,7 @@ def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults
 def _sweep(jobs: Sequence[Composed], config_dirs: Sequence[Path], say: Say) -> int:
     """Each run in a process of its own: one that fails or runs out of memory leaves the others alone."""
     from lightning_mp.errors import PlanError
-    from lightning_mp.monitor.report import write_report
+    from lightning_mp.record.report import write_report
 
     failed, folders = 0, [Path(job.config["run_dir"]) for job in jobs]
     options = [part for each in config_dirs for part in ("--config-dir", str(each))]

@@ -36,16 +36,16 @@ from lightning_mp.compat.lightning import (
     seed_everything,
 )
 from lightning_mp.errors import Fault, Faults, NonFiniteError, PlanError, counted, is_number, one_line
-from lightning_mp.monitor.health.throughput import default_tokens, samples_in
-from lightning_mp.monitor.run_log import machine, versions
-from lightning_mp.monitor.side_run import BARE, loss_of
+from lightning_mp.health.throughput import default_tokens, samples_in
 from lightning_mp.numerics.dtypes import tensors_in
 from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.numerics.rng import process_kept
+from lightning_mp.plan.plan import MixedPrecisionPlan
+from lightning_mp.plan.side_run import BARE, loss_of
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
 from lightning_mp.policy.precision_policy import precision_fix
 from lightning_mp.policy.presets import PRESETS, preset
-from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.record.run_log import machine, versions
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.strategies.registry import trainer_arguments
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_mp.errors import counted, is_number
-from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.report.charts import Panel, draw
-from lightning_mp.monitor.report.load import Run, Series
-from lightning_mp.monitor.report.page import atomic_write, document
-from lightning_mp.monitor.run_folder import to_json
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.record import metric_names
+from lightning_mp.record.report.charts import Panel, draw
+from lightning_mp.record.report.load import Run, Series
+from lightning_mp.record.report.page import atomic_write, document
+from lightning_mp.record.run_folder import to_json
 
 Verdict = Literal["same", "better", "worse", "undecided"]
 

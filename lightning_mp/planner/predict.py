@@ -29,11 +29,12 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch_fake import FakeTensorMode, fake_ranks, leaves, mapped, moved_in_place, resizes_told
 from lightning_mp.compat.transformers import block_classes, fakes_unnoticed
-from lightning_mp.engines.optimizer_facts import requires_closure
 from lightning_mp.errors import Faults, PlanError, one_line
-from lightning_mp.monitor.side_run import BARE
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import process_kept
+from lightning_mp.plan.optimizer_facts import requires_closure
+from lightning_mp.plan.plan import MixedPrecisionPlan
+from lightning_mp.plan.side_run import BARE
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import PARTS, MemoryPrediction, held, name_of
 from lightning_mp.planner.storages import (
@@ -47,7 +48,6 @@ from lightning_mp.planner.storages import (
     strided,
 )
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
-from lightning_mp.precision import MixedPrecisionPlan
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 #: strategies under which every rank holds all of the model, and runs as one device does

@@ -21,20 +21,20 @@ from lightning_mp.compat.lightning import (
     parsed_optimizers,
 )
 from lightning_mp.compat.transformers import conv1d
-from lightning_mp.deepspeed_config.merge import add_trainer, compose
-from lightning_mp.engines import for_strategy
-from lightning_mp.engines.eager import EagerEngine
+from lightning_mp.deepspeed.merge import add_trainer, compose
 from lightning_mp.errors import Fault, Faults, PlanError, counted, did_you_mean, one_line, pinning
 from lightning_mp.modules.patterns import original_class
-from lightning_mp.monitor.events import Severity
-from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.fit_checks import CHEAP, HALF, ModelUnderTest, listed
-from lightning_mp.monitor.side_run import untouched
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.plan import for_strategy
+from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.side_run import untouched
 from lightning_mp.planner.memory import STRATEGIES
 from lightning_mp.planner.predict import step_error
 from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
+from lightning_mp.preflight.fit_checks import CHEAP, HALF, ModelUnderTest, listed
+from lightning_mp.record.events import Severity
+from lightning_mp.record.findings import Finding
 
 #: bits of the significand, the hidden one included
 _BITS = {"bf16": 8, "fp16": 11}

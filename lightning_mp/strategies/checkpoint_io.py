@@ -28,7 +28,7 @@ from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
-from lightning_mp.strategies.common import RunsPlan
+from lightning_mp.strategies.base import RunsPlan
 
 #: the checkpoint's key for what this package adds to Lightning's own
 NOTES = "lightning_mp"

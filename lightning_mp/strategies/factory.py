@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from lightning_mp.compat.lightning import Precision, Strategy
 from lightning_mp.errors import Faults
-from lightning_mp.precision import MixedPrecisionPlan
+from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.strategies import registry
-from lightning_mp.strategies.common import RunsPlan
+from lightning_mp.strategies.base import RunsPlan
 
 
 def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Strategy:

@@ -29,15 +29,15 @@ from lightning_mp.compat.lightning import (
     optimizers_to_device,
 )
 from lightning_mp.compat.torch_sharding import FSDP1_ROOT
-from lightning_mp.engines.base import StepEngine
-from lightning_mp.engines.sharded import ShardedEngine
 from lightning_mp.errors import Faults
+from lightning_mp.fsdp2.engine import ShardedEngine
+from lightning_mp.fsdp2.units import Wrap, broadcast_from_first, units
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
+from lightning_mp.plan.engine import StepEngine
+from lightning_mp.strategies.base import plan_of, refuse_callbacks, refuse_weights
 from lightning_mp.strategies.checkpoint_io import PlanStrategy, set_learning_rates
-from lightning_mp.strategies.common import plan_of, refuse_callbacks, refuse_weights
-from lightning_mp.strategies.sharding import Wrap, broadcast_from_first, units
 
 _INSTEAD = "use strategy='mp_fsdp2'"
 _THE_PLANS = "remove it: MixedPrecisionPlan(reduce_dtype=..., checkpointing='TheBlock') says that"

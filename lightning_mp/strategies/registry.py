@@ -25,7 +25,7 @@ PREFIX = "mp_"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A class of this room, which of its keywords a name fixes, and to whom it passes on other keywords."""
+    """A class of this package, which of its keywords a name fixes, and to whom it passes on other keywords."""
 
     home: str
     description: str
@@ -43,18 +43,20 @@ _OFFLOAD = {"cpu_offload": True}
 def _zero(stage: int, **fixed: bool) -> Entry:
     where = " with CPU offload" if fixed else ""
     description = f"DeepSpeed ZeRO stage {stage}{where} under a plan"
-    return Entry("deepspeed:PlanDeepSpeedStrategy", description, {"stage": stage, **fixed}, _ZERO)
+    return Entry("deepspeed.strategy:PlanDeepSpeedStrategy", description, {"stage": stage, **fixed}, _ZERO)
 
 
 STRATEGIES: dict[str, Entry] = {
-    "auto": Entry("ddp:PlanDDPStrategy", "DDP, or one device where there is one", {}, _DDP),
-    "ddp": Entry("ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", {}, _DDP),
-    "fsdp2": Entry("fsdp2:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
-    "fsdp": Entry("fsdp2:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
-    "hsdp": Entry("fsdp2:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"),
-    "fsdp1": Entry("fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1),
-    "fsdp2_offload": Entry("fsdp2:PlanFSDP2Strategy", "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
-    "fsdp1_offload": Entry("fsdp1:PlanFSDP1Strategy", "FSDP1 under a plan, shards on the CPU", _OFFLOAD, _FSDP1),
+    "auto": Entry("strategies.ddp:PlanDDPStrategy", "DDP, or one device where there is one", {}, _DDP),
+    "ddp": Entry("strategies.ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", {}, _DDP),
+    "fsdp2": Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
+    "fsdp": Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
+    "hsdp": Entry("fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"),
+    "fsdp1": Entry("strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1),
+    "fsdp2_offload": Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
+    "fsdp1_offload": Entry(
+        "strategies.fsdp1:PlanFSDP1Strategy", "FSDP1 under a plan, shards on the CPU", _OFFLOAD, _FSDP1
+    ),
     "pipeline": Entry("pipeline.strategy:PlanPipelineStrategy", "stages of layers over ranks under a plan"),
     "deepspeed_zero1": _zero(1),
     "deepspeed_zero2": _zero(2),
@@ -96,7 +98,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
         if plain not in STRATEGIES:
             faults.unknown("strategy", name, STRATEGIES, "write one of these")
     entry = STRATEGIES[plain]
-    cls = _load(f"lightning_mp.strategies.{entry.home}")
+    cls = _load(f"lightning_mp.{entry.home}")
     own = _keywords([cls])
     allowed = sorted({*own, *_keywords(map(_load, entry.hosts))})
     with Faults("make_strategy") as faults:

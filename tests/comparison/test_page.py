@@ -10,7 +10,7 @@ import pytest
 
 from lightning_mp import PrecisionPolicy
 from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, conclusion, write
-from monitor.report.browser import Shown, chromium
+from record.report.browser import Shown, chromium
 
 STEPS = 20
 

@@ -103,7 +103,7 @@ def test_with_both_in_one_process_the_trainer_of_the_other_copy_is_refused_with_
 def test_a_plan_loads_what_a_run_needs() -> None:
     show = "import sys; print(*(name for name in sys.modules if name.startswith('lightning_mp.')))"
     loaded = printed("-c", f"{PLAN}; import lightning.pytorch; MixedPrecisionPlan('16-mixed'); {show}").split()
-    needless = {"callbacks", "checkpoints", "cli", "demo", "monitor.audit", "preflight", "monitor.report"}
-    needless |= {f"strategies.{name}" for name in ("ddp", "factory", "fsdp1", "fsdp2", "deepspeed")}
+    needless = {"callbacks", "checkpoints", "cli", "demo", "precision_audit.audit", "preflight.doctor", "record.report"}
+    needless |= {"strategies.ddp", "strategies.factory", "strategies.fsdp1", "fsdp2.strategy", "deepspeed.strategy"}
     assert [name for name in loaded if name.removeprefix("lightning_mp.") in needless] == []
-    assert "lightning_mp.precision" in loaded
+    assert "lightning_mp.plan.plan" in loaded

@@ -17,7 +17,7 @@ from cuda_path.processes import Processes
 
 FLAG = "read lightning_mp/numerics/loss_scale.py:_read"
 COUNTS = "read lightning_mp/numerics/loss_scale.py:_counts"
-ARRIVED = "event.synchronize lightning_mp/monitor/health/measurement.py:_arrived"
+ARRIVED = "event.synchronize lightning_mp/health/measurement.py:_arrived"
 GRADS = "lightning_mp/numerics/grads.py"
 THERE_AND_BACK = {f"copy to host {GRADS}:unscale_and_check_": 1, f"copy to device {GRADS}:unscale_and_check_": 1}
 FSDP2, GRADIENTS = "torch/distributed/fsdp/_fully_shard", 12
@@ -28,7 +28,7 @@ WAITS: dict[str, dict[str, int]] = {
     "a step-interval scheduler": {FLAG: 1},
     "nonfinite='raise'": {COUNTS: 1},
     "nonfinite='raise' of a loss that is scaled": {FLAG: 1},
-    "NonFiniteGuard": {"read lightning_mp/callbacks/nonfinite_guard.py:_last_hook": 1},
+    "NonFiniteGuard": {"read lightning_mp/bad_steps/guard.py:_last_hook": 1},
     # a reading of three steps ago: events here are never done before they are awaited
     "TrainingHealth": {ARRIVED: 1},
     "LossScaleMonitor of a loss that is scaled": {ARRIVED: 1},

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from docs.test_site import site as site
-from monitor.report.browser import chromium
+from record.report.browser import chromium
 
 pytestmark = pytest.mark.slow
 

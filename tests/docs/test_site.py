@@ -14,7 +14,7 @@ import pytest
 
 import lightning_mp
 from lightning_mp import callbacks
-from lightning_mp.monitor.findings import CODES
+from lightning_mp.record.findings import CODES
 from support.docs import ROOT, text
 
 #: elements that load what they point to, and the attribute that points

@@ -137,7 +137,7 @@ CLAIMS = {
     "06": Claim(
         {
             r"(?s) 0 steps: recall@1 ([\d.]+), MRR@10 ([\d.]+).* 20 steps: recall@1 ([\d.]+), MRR@10 ([\d.]+)": (
-                lambda first, rank, later, better: later > first + 0.1 and better > rank + 0.1 and first > 0.1
+                lambda first, rank, later, better: later > first + 0.1 and better > rank + 0.1 and first > 0.05
             )
         }
     ),
@@ -163,7 +163,7 @@ CLAIMS = {
 }
 
 
-#: a CPU that emulates bf16 fine-tunes the sentence encoder for five minutes
+#: a CPU that emulates bf16 fine-tunes the sentence encoder for minutes
 SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 
 

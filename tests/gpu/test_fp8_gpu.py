@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_mp.callbacks import TrainingHealth
-from lightning_mp.monitor import metric_names
+from lightning_mp.record import metric_names
 from support import fp8
 from support.cuda import NothingWaits, Resident
 from support.fp8_faults import watched

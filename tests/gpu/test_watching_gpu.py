@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import AdamW
 
+from lightning_mp.bad_steps.replay import Replayer
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
-from lightning_mp.engines.diagnosis import Diagnosis
-from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.nonfinite.replay import Replayer
+from lightning_mp.plan.diagnosis import Diagnosis
+from lightning_mp.record import metric_names
 from support import health
 from support.cuda import NothingWaits, Unread, cuda_fit
 from support.nonfinite import Breaks

@@ -112,7 +112,7 @@ class TestBelowFullyShard:
 
     @staticmethod
     def sharded(module: nn.Module) -> nn.Module:
-        # what fully_shard does to the class; with a process group it is run in tests/strategies
+        # what fully_shard does to the class; with a process group it is run in tests/fsdp2
         cls = type(module)
         module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
         return module

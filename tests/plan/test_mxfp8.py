@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_mp import FP8, Checkpointing, MixedPrecisionPlan, PlanError
 from lightning_mp.compat import torchao
-from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Faults
 from lightning_mp.modules import fp8
+from lightning_mp.plan import for_strategy
 from lightning_mp.policy import hardware
 from support.fp8 import Across, Language, Plain, plan, run
 from support.models import same_weights, weights

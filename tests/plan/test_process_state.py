@@ -131,8 +131,8 @@ def _as_on_ampere(owner: str, setting: str, fails: str | None) -> dict[str, Any]
 
     module = Looks() if fails is None else type("Fails", (Looks,), {fails: raises})()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_mp.precision.describe", lambda _: Device("cuda", "NVIDIA A100", (8, 0)))
-        patch.setattr("lightning_mp.callbacks.acting.has_tf32", lambda _: True)
+        patch.setattr("lightning_mp.plan.plan.describe", lambda _: Device("cuda", "NVIDIA A100", (8, 0)))
+        patch.setattr("lightning_mp.plan.acting.has_tf32", lambda _: True)
         with pytest.raises(KeyError, match="planned") if fails else nullcontext():
             fit(module, **OWNERS[owner](setting))
     found["after"] = readings()

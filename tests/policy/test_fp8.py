@@ -77,7 +77,7 @@ import sys
 import lightning_mp
 plan = lightning_mp.MixedPrecisionPlan("fp8-mixed", fp8="tensorwise")
 plan.describe()
-import lightning_mp.strategies, lightning_mp.callbacks, lightning_mp.preflight
+import lightning_mp.strategies, lightning_mp.callbacks, lightning_mp.preflight.doctor
 print([name for name in sys.modules if name.startswith("torchao")])
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

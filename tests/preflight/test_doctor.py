@@ -14,10 +14,11 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError, PrecisionPolicy
-from lightning_mp.callbacks import EnableTF32, TrainingHealth, training_health
-from lightning_mp.monitor.findings import Finding
-from lightning_mp.monitor.fit_checks import warn_at_fit
-from lightning_mp.preflight import doctor
+from lightning_mp.callbacks import EnableTF32, TrainingHealth
+from lightning_mp.health import callback as training_health
+from lightning_mp.preflight.doctor import doctor
+from lightning_mp.preflight.fit_checks import warn_at_fit
+from lightning_mp.record.findings import Finding
 from support import hf
 from support.doctor import A100, CPU, Tagger, Wrapped, bert, found, net, resnet
 from support.models import Regression

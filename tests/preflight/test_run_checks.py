@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
 from lightning_mp.cli import app
-from lightning_mp.monitor.findings import Finding
 from lightning_mp.policy.pieces import FP32_MAX
-from lightning_mp.preflight import doctor
+from lightning_mp.preflight.doctor import doctor
+from lightning_mp.record.findings import Finding
 from support.doctor import CPU, Wrapped, found, net
 from support.models import Regression
 
@@ -205,7 +205,7 @@ class NeedsTrainer(Regression):
 
 
 def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_mp.monitor.fit_checks"):
+    with caplog.at_level(logging.INFO, "lightning_mp.preflight.fit_checks"):
         assert found(NeedsTrainer(), "16-mixed") == {}
     assert "schedule_counts_skips could not be made" in caplog.text
 

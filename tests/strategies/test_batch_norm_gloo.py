@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_mp.compat.lightning import ModelParallelStrategy
-from lightning_mp.engines import for_strategy
 from lightning_mp.errors import Faults
+from lightning_mp.plan import for_strategy
 from support.comparing import of_training, same
 from support.norms import RATE, STEPS, Direct, Normed, Run, run
 from support.ranks import Ranks

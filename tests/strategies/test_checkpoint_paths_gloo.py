@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.checkpoints import CheckpointFormatError
-from lightning_mp.strategies.pipeline.strategy import PlanPipelineStrategy
+from lightning_mp.pipeline.strategy import PlanPipelineStrategy
 from support.models import same_weights
 from support.pipeline import ROWS, Staged, data
 from support.ranks import Ranks

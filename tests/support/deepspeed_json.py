@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from lightning_mp.deepspeed_config.merge import add_trainer, compose
-from lightning_mp.deepspeed_config.read import BLOCKS, REFUSED
+from lightning_mp.deepspeed.merge import add_trainer, compose
+from lightning_mp.deepspeed.read import BLOCKS, REFUSED
 from lightning_mp.errors import Fault, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from lightning_mp.policy.pieces import LossScaling

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_mp.monitor.findings import Finding
 from lightning_mp.policy.hardware import Device
-from lightning_mp.preflight import doctor
+from lightning_mp.preflight.doctor import doctor
+from lightning_mp.record.findings import Finding
 
 A100 = Device("cuda", "NVIDIA A100", (8, 0))
 V100 = Device("cuda", "Tesla V100", (7, 0), bf16="emulated")

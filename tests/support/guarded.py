@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from lightning_mp import NonFinite, NonFiniteError, make_strategy
+from lightning_mp.bad_steps.replay import Replayer
 from lightning_mp.callbacks import NonFiniteGuard
-from lightning_mp.engines.diagnosis import Diagnosis
-from lightning_mp.monitor.nonfinite.replay import Replayer
+from lightning_mp.plan.diagnosis import Diagnosis
 from support import sharded_hosts
 from support.nonfinite import BAD, Breaks, without
 from support.oracles import plan_for, stock_for

@@ -17,8 +17,8 @@ from torch.optim import AdamW
 
 from lightning_mp import LossScaling, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
-from lightning_mp.monitor import metric_names
-from lightning_mp.monitor.health.measurement import StepMeasurement, ToHost
+from lightning_mp.health.measurement import StepMeasurement, ToHost
+from lightning_mp.record import metric_names
 from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for

@@ -80,7 +80,7 @@ def fsdp1(**options: Any) -> dict[str, Any]:
 
 def fsdp2(**options: Any) -> dict[str, Any]:
     """Under FSDP2, likewise."""
-    from lightning_mp.strategies.fsdp2 import PlanFSDP2Strategy
+    from lightning_mp.fsdp2.strategy import PlanFSDP2Strategy
 
     return on(PlanFSDP2Strategy(**WAIT, **{"wrap": "Linear", **options}))
 

@@ -1,0 +1,1 @@
+"""Steps that are not finite: found, explained, skipped, saved, rewound."""

@@ -1,0 +1,249 @@
+"""Non-finite losses and gradients for a project on stock plugins: skipped on every rank, traced, and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_mp.bad_steps.handler import BadSteps, check_rewind
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn, begins_window
+from lightning_mp.errors import Faults
+from lightning_mp.health.actions import ReduceLR, suppress
+from lightning_mp.numerics import grads, nonfinite
+from lightning_mp.numerics.nonfinite import Origin
+from lightning_mp.plan import optimizer_facts
+from lightning_mp.plan.acting import ActingCallback
+from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Verdict, applied_none
+from lightning_mp.plan.engine import max_over_ranks_
+from lightning_mp.plan.skip_aware import Override, SkipAwareHooks
+from lightning_mp.record.callback_utils import StepTracker
+from lightning_mp.record.events import Event
+from lightning_mp.record.run_log import RunDir, WritesRun, is_fresh
+
+OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
+_NAME = "NonFiniteGuard"
+#: at or below this scale an overflow is no search for the right one any more
+_FLOOR = 1.0
+
+
+class NonFiniteGuard(ActingCallback, WritesRun):
+    """Skips every step with a non-finite loss or gradient, on all ranks, and reports where the value first appeared.
+
+    It does for Lightning's own plugins and strategies what ``nonfinite=`` does in a
+    :class:`~lightning_mp.MixedPrecisionPlan`. A skipped step changes nothing: no weight, no decay, no optimizer state;
+    step-interval schedulers and weight averages do not advance. The bad batch is run again once, under hooks, and an
+    event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
+    the batch; ``events`` holds what ``events.jsonl`` holds. The batch, and the state of the random number generators
+    before its forward, are saved in the same folder, for at most 10 steps a run; see :func:`replay_saved`. Until a step
+    is over, its micro-batches but the last are held in host memory. A normal step costs one pass over the gradients and
+    one device sync.
+
+    Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: it
+    gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.
+
+    Args:
+        on_trip: what to do besides skipping. ``"reduce_lr"`` makes 100 steps at a tenth of the learning rate, on
+            top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last checkpoint of the
+            Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
+        max_consecutive: how many skips in a row are allowed; the next raises ``NonFiniteError``.
+        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
+
+    Raises:
+        PlanError: a bad argument, a MixedPrecisionPlan next to it (use its ``nonfinite=``), ``"rewind"`` without a
+            ``ModelCheckpoint``, DeepSpeed, or an optimizer that evaluates its closure again (LBFGS).
+    """
+
+    plan_field = "nonfinite"
+    _of_run = ("_undo", "_run")
+
+    def __init__(self, on_trip: OnTrip = "skip", max_consecutive: int = 100, run_dir: RunDir = None) -> None:
+        super().__init__()
+        with Faults(_NAME) as faults:
+            faults.one_of("on_trip", on_trip, get_args(OnTrip), "use on_trip='skip'")
+            faults.whole("max_consecutive", max_consecutive, 0, "use max_consecutive=100")
+        self.on_trip, self._reduce = on_trip, ReduceLR()
+        self.max_consecutive, self.run_dir = max_consecutive, run_dir
+        self.events: list[Event] = []
+        #: whether the last optimizer step was skipped
+        self.step_skipped = False
+        #: how many optimizer steps were skipped, a scaler's own skips included, and how many were not
+        self.skipped_steps = self.applied_steps = 0
+        self._in_a_row = 0
+        self._run: _Run | None = None
+
+    # ------------------------------------------------------------------ the run
+
+    def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
+        """Begin to count; there is nothing to guard while evaluating."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return None
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            fix = "use MixedPrecisionPlan(nonfinite='skip') with strategy='mp_deepspeed_zero1', 2 or 3"
+            faults.add("NonFiniteGuard cannot skip a step of DeepSpeed's, which alone has the gradients", fix=fix)
+        if self.on_trip == "rewind":
+            check_rewind(trainer, "on_trip='rewind'", "on_trip='skip'", faults)
+        faults.raise_if_any()
+        return self._end
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the optimizers, which exist only now, and open the run's folder.
+
+        Raises:
+            PlanError: an optimizer whose step cannot be skipped from outside, or a folder that another run writes to.
+        """
+        with Faults(_NAME) as faults:
+            for optimizer in filter(optimizer_facts.requires_closure, trainer.optimizers):
+                what = f"{type(optimizer).__name__} moves weights between two evaluations of its closure"
+                faults.add(f"{what}, so that its step cannot be skipped", fix="use AdamW or SGD")
+        if is_fresh(trainer):
+            self.events, self.step_skipped = [], False
+            self.skipped_steps = self.applied_steps = self._in_a_row = 0
+        budget = f"{_NAME}(on_trip=..., max_consecutive=...)"
+        bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind", budget=budget)
+        bad_steps.events = self.events
+        self._run = _Run(trainer, pl_module, bad_steps, self)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at whether any step was applied.
+
+        Raises:
+            NonFiniteError: none was, though a scaler would have found its scale by now.
+        """
+        tried = self.skipped_steps
+        if tried and not self.applied_steps and (self._in_a_row or tried > SEARCH_SKIPS):
+            raise applied_none(tried, None, f"{_NAME}('raise')")
+
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        self._end(error)
+        super()._release(trainer, error)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.overrides.close()
+            run.bad_steps.close(error)
+        self._reduce.release()
+
+    # ------------------------------------------------------------------ the step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep a reference to the batch until its step is over."""
+        assert self._run is not None
+        self._run.begin(batch, batch_idx)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Note the loss."""
+        if self._run is not None and trainer.training:  # not where a module adapts itself while evaluating
+            self._run.steps.backward()
+            self._run.losses.append(loss.detach().sum())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count; after a dropped step find out why, write an event and act.
+
+        Raises:
+            NonFiniteError: the budget of skips is used up, ``on_trip="raise"``, or no checkpoint to rewind to.
+        """
+        run = self._run
+        assert run is not None
+        self._reduce.after_batch(trainer)
+        if not run.steps.batch_ends():
+            return  # nothing stepped: in the middle of an accumulation window, or a batch that was None never began
+        if run.dropped:
+            self._explain(run, trainer)
+        else:
+            self._in_a_row = 0
+        run.losses.clear()
+        run.bad_steps.replayer.forget()
+
+    def _explain(self, run: _Run, trainer: Trainer) -> None:
+        #: an overflow is the scaler's search for the right scale
+        scale_warmup = not run.bad_loss and (run.scale or 0.0) > _FLOOR
+        self._in_a_row += not scale_warmup
+        allowed = 0 if self.on_trip == "raise" else self.max_consecutive
+        kind = "loss" if run.bad_loss else "gradient"
+        verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
+        run.bad_steps.explain(
+            action=self.on_trip,
+            in_a_row=self._in_a_row,
+            allowed=allowed,
+            scale=run.scale,
+            scale_warmup=scale_warmup,
+            verdict=verdict if self._in_a_row > allowed and not scale_warmup else None,
+            bad_loss=run.bad_loss,
+            from_gradients=None if run.bad_loss else run.from_gradients,
+        )
+        if self.on_trip == "reduce_lr" and not scale_warmup:
+            self._reduce.start(trainer)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts."""
+        return {"skipped_steps": self.skipped_steps, "applied_steps": self.applied_steps, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restore the counts."""
+        self.skipped_steps, self.applied_steps = state_dict["skipped_steps"], state_dict["applied_steps"]
+        self._in_a_row = state_dict["in_a_row"]
+
+
+class _Run:
+    """The state of one guarded run, and of the current batch; every rank makes the same calls."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, bad_steps: BadSteps, guard: NonFiniteGuard) -> None:
+        self.trainer, self.bad_steps, self.guard = trainer, bad_steps, guard
+        self.steps, self.overrides = StepTracker(), ExitStack()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.scaler: Any = scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+        #: of the open accumulation window
+        self.losses: list[Tensor] = []
+        self._one = torch.ones((), dtype=torch.float32, device=trainer.strategy.root_device)
+        self.overrides.callback(Override(module, "on_before_optimizer_step", self._last_hook).remove)
+        hooks = SkipAwareHooks()
+        self.overrides.callback(hooks.remove)
+        hooks.install(trainer, module, lambda: self.dropped > 0)
+        self.dropped = 0
+
+    def begin(self, batch: Any, batch_idx: int) -> None:
+        """A batch begins."""
+        #: steps of the current batch that were dropped
+        self.dropped = 0
+        self.bad_loss = False
+        self.scale: float | None = None
+        #: what the gradients say, before they are dropped
+        self.from_gradients: Origin | None = None
+        if not self.trainer.lightning_module.automatic_optimization or begins_window(self.trainer, batch_idx):
+            self.losses.clear()
+        self.bad_steps.remember(batch, batch_idx)
+
+    def _last_hook(self, original: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        """Check loss and gradients on all ranks once hooks may have changed them, and drop the step if one is bad."""
+        original(optimizer)
+        if not self.steps.begins(self.trainer):
+            return
+        flags = torch.zeros(2, dtype=torch.float32, device=self._one.device)
+        if self.losses:
+            flags[0] = (~torch.isfinite(torch.stack(self.losses))).any()
+        found = grads.gradients(grads.parameters_of(optimizer))
+        grads.unscale_and_check_(found, self._one, flags[1], scaled=False)
+        if self.trainer.world_size > 1:
+            max_over_ranks_(flags)
+        bad_loss, bad_gradient = map(bool, flags.tolist())  # the one device sync of a step
+        guard = self.guard
+        guard.step_skipped = bad_loss or bad_gradient
+        if guard.step_skipped:
+            self.bad_loss |= bad_loss
+            self.scale = None if self.scaler is None else float(self.scaler.get_scale())
+            self.from_gradients = self.from_gradients or nonfinite.from_gradients(self.trainer.lightning_module)
+            suppress(optimizer, self.scaler)
+        self.dropped += guard.step_skipped
+        guard.skipped_steps += guard.step_skipped
+        guard.applied_steps += not guard.step_skipped

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO under a plan, and its JSON."""

@@ -1,0 +1,419 @@
+"""The step under DeepSpeed's ZeRO: its optimizer shards, reduces and updates; scale, skips and counts are the plan's.
+
+DeepSpeed's own fp16 and bf16 engines cast every parameter, adjust the scale before they divide by it, and stop at the
+smallest scale. None of them runs here: parameters are stored as the policy says, autocast and pins compute, and the
+ZeRO optimizer asks the plan's scaler what to divide by.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from lightning_mp.compat.deepspeed import Zero, after_gathered_change, gathers, is_partitioned
+from lightning_mp.compat.lightning import trainer_of
+from lightning_mp.compat.torch import is_compiled, version
+from lightning_mp.errors import Fault, Faults
+from lightning_mp.fsdp2.shard_watch import FirstForward, ShardReads
+from lightning_mp.plan import optimizer_facts
+from lightning_mp.plan.engine import StepEngine
+
+_GRAD: Any = cast("Any", Tensor.grad)
+#: packages that may read parameter.grad: they know where ZeRO keeps gradients
+_KNOW = ("deepspeed.", "lightning_mp.")
+#: clip_grad_norm_ and clip_grad_value_, which do nothing where gradients are None
+_CLIPS = "torch.nn.utils.clip_grad"
+
+
+class ZeroEngine(StepEngine):
+    """Carries a policy out through a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
+
+    holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
+    runs_backward = True
+    gives_closure = False  # a ZeRO optimizer takes none
+    evaluates_once = "with ZeRO"
+    steps = (("flat pieces", "ZeRO's pieces of flat tensors"),)
+    _zero: Zero | None = None
+    #: the norm to clip by where the Trainer says nothing
+    _default_clip = 0.0
+    _writes: Writes | None = None
+    _gradients: Gradients | None = None
+    #: DeepSpeed's engine is in its step
+    _in_step = False
+    #: by param group, the index of the user's that it came from
+    source_group: Sequence[int] = ()
+    #: from a manual backward pass to the step, reads of gradients are watched
+    _watching = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.hook_watch = self._reads = GradientsElsewhere()
+
+    def check(self, module: nn.Module, faults: Faults) -> None:
+        """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
+        super().check(module, faults)
+        if self.policy.nonfinite.action == "ignore":
+            faults.add("nonfinite='ignore' with ZeRO", fix="use nonfinite='skip', or strategy='mp_fsdp2'")
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
+        """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
+        for optimizer in optimizers:
+            if len(list(optimizer_facts.parts(optimizer))) > 1:
+                given = f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another"
+                faults.add(given, fix="use AdamW or SGD, or strategy='mp_ddp'")
+            else:
+                super().check_optimizers([optimizer], faults)
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""
+        super().connect(model, [])
+        self.optimizers = list(optimizers)
+        module = nn.Module() if self._module is None else self._module
+        parted = {
+            name: part
+            for name, part in module.named_modules()
+            if any(map(is_partitioned, part.parameters(recurse=False)))
+        }
+        # Every pass is compared, on the host: an answer read from a GPU would stop it before each sum.
+        own = self.distributed and self.device.type != "cpu"
+        group: Any = dist.new_group(backend="gloo") if own else None
+        if own:
+            self._connected.callback(dist.destroy_process_group, group)
+        if parted and self.distributed:
+            watch = FirstForward(model, parted, torch.device("cpu"), gathers=gathers, again=True, group=group)
+            self._connected.callback(watch.release)
+        if not optimizers:  # validation
+            return
+        zero = self._zero = Zero(model, optimizers[0])
+        trainer = trainer_of(self._module)
+        if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
+            self._default_clip = zero.clip_of_json
+        self._writes = Writes(module.named_parameters())
+        self._connected.callback(self._writes.release)
+        self._gradients = Gradients(
+            module.named_parameters(), compares=self.distributed, by_window=zero.sums_every_pass, group=group
+        )
+        self._connected.callback(self._gradients.release)
+        zero.patch(self._gradients.compare, self._raw_step)
+        self._connected.callback(zero.restore)
+        self.override_zero_settings()
+
+    def override_zero_settings(self) -> None:
+        """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
+        if self._zero is not None and self._writes is not None:
+            self._writes.accept()
+            self._zero.install_scale(self.scaler if self.scaler.enabled else None, self._default_clip)
+
+    # ------------------------------------------------------------------ the step
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """The loss, times the scale where there is one.
+
+        Raises:
+            RuntimeError: under manual optimization, a second backward pass before a step: ZeRO would lose the first.
+        """
+        if self.manual and self.pending:
+            refuse("two manual_backward() before a step with ZeRO", "add the losses up, or use strategy='mp_fsdp2'")
+        return super().before_backward(loss)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
+        with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
+            self._running.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        cast("Gradients", self._gradients).finish_pass(ends_window=self._running.ends_window)
+
+    def begin_window(self) -> None:
+        """Forget a window that an epoch left in its midst."""
+        self._running.forget_gradients()
+        cast("Gradients", self._gradients).begin_window()
+
+    def on_trained_changed(self) -> None:
+        """Raise a RuntimeError: ZeRO has partitioned what was trained when the run began."""
+        if self._gradients is not None and self._module is not None:
+            _refuse(
+                self._gradients.changed(self._module.named_parameters()),
+                "frozen or unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
+                "change it before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
+            )
+
+    def after_backward(self) -> None:
+        """Under manual optimization, watch reads of ``parameter.grad`` until the step: ZeRO holds the gradients."""
+        if self.manual and not self._watching:
+            self._watching = True
+            self._reads.__enter__()
+
+    @contextmanager
+    def training_step(self) -> Generator[None, None, None]:
+        """Check first whether hooks changed weights; reads of gradients are watched no longer than the step."""
+        self.check_weights()
+        try:
+            with super().training_step():
+                yield
+        finally:
+            self._stop_watching_reads()
+
+    @contextmanager
+    def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
+        split = self._writes is not None and self._writes.partitioned and not any(map(is_compiled, module.modules()))
+        away = ShardReads(module.named_parameters(), lambda one: not one.numel(), silent=True)
+        with super()._first_step(module), away if split else nullcontext():
+            yield
+
+    def _stop_watching_reads(self) -> None:
+        if self._watching:
+            self._reads.__exit__(None, None, None)
+            self._watching = False
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Left to the step, which divides by the plan's scale and asks every rank."""
+        self._require_tracked("ZeRO")
+        self._stop_watching_reads()
+        if self.scaler.enabled and self.scaler.stepped(optimizer):
+            self.scaler.update()
+
+    def check_finite_again(self, optimizer: Optimizer) -> None:
+        """Nothing: DeepSpeed looks in its step, and what an offloaded partition holds by now is not to be divided."""
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Have the step clip by the norm over all partitions."""
+        self._running.clip(max_norm)
+
+    def clip_value(self, optimizer: Optimizer, value: float) -> None:
+        """ZeRO has no clipping by value.
+
+        Raises:
+            RuntimeError: always.
+        """
+        refuse("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "clip by norm")
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Let DeepSpeed step or skip, and count what it did.
+
+        Raises:
+            RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
+        """
+        zero, writes = self._running, cast("Writes", self._writes)
+        if not zero.ends_window:
+            refuse(
+                "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
+                "reduces in that batch's backward pass",
+                "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
+            )
+        writes.refuse_lost()
+        # A user's hook may have changed weights. Under offload the copy would cross the bus: there only writes to the
+        # parameters themselves are seen.
+        if writes.take_change() or not (writes.partitioned or zero.offloads):
+            zero.optimizer.refresh_fp32_params()
+        for place, origin in enumerate(
+            self.source_group
+        ):  # a group split off steps with what the first piece has by now
+            first, groups = self.source_group.index(origin), zero.optimizer.param_groups
+            if first != place:
+                groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
+        self.pending = False
+        self._in_step = True
+        try:
+            applied, norm = zero.step()
+        finally:
+            self._in_step = False
+        writes.accept()
+        cast("Gradients", self._gradients).begin_window()
+        zero.clip(self._default_clip)
+        self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
+        self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+
+    @property
+    def _running(self) -> Zero:
+        assert self._zero is not None
+        return self._zero
+
+    def check_weights(self) -> None:
+        """Raise a RuntimeError where a user changed weights that ZeRO-3 has split."""
+        if self._writes is not None:
+            self._writes.refuse_lost()
+
+    def _raw_step(self, own: Any, closure: Any = None) -> None:
+        """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
+        if not self._in_step:
+            self._refuse_untracked(self._running.optimizer, (), {})
+        own(closure)
+
+    def release(self) -> None:
+        """Drop the DeepSpeedEngine too."""
+        super().release()
+        self._zero = self._writes = self._gradients = None
+
+
+# ------------------------------------------------------------------ what a ZeRO optimizer does not see
+
+
+class GradientsElsewhere(TorchFunctionMode):
+    """Within it, ``parameter.grad`` of a trained parameter is None, since ZeRO has moved it into its partitions.
+
+    Reading it warns once. Setting it, or clipping by it, would change nothing and raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sets = func == _GRAD.__set__
+        touched = (sets or (func == _GRAD.__get__ and result is None)) and isinstance(args[0], nn.Parameter)
+        if touched and args[0].requires_grad:
+            frame: Any = inspect.currentframe()
+            self._refuse_or_warn(str(frame.f_back.f_globals.get("__name__", "")), sets)
+        return result
+
+    def _refuse_or_warn(self, reader: str, sets: bool) -> None:
+        if reader.startswith(_KNOW):
+            return
+        if sets or reader == _CLIPS:
+            refuse(
+                f"{'parameter.grad set' if sets else 'gradients clipped by hand'} before the step, with ZeRO, which "
+                "has moved the gradients into its partitions",
+                "clip by the Trainer, or use strategy='mp_fsdp2'",
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{reader} reads parameter.grad, which is None here: ZeRO has moved the gradients into its partitions "
+                "(said once a run). deepspeed.utils.safe_get_full_grad(parameter), called on every rank, has the "
+                "gradient times the loss scale; plan.last_grad_norm has the norm of all after the step.",
+                stacklevel=3,
+            )
+
+
+def refuse(given: str, fix: str) -> NoReturn:
+    """Raise a RuntimeError within a run, in the words of a fault."""
+    raise RuntimeError(str(Fault(given, fix=fix)))
+
+
+def _refuse(names: Sequence[str], given: str, fix: str) -> None:
+    if names:
+        refuse(f"{names[0]!r} and {len(names) - 1} others {given}", fix)
+
+
+class Gradients:
+    """Which trained parameters a backward pass reached, in order: ZeRO sums over ranks by place, not by name.
+
+    Args:
+        named: the module's parameters.
+        compares: whether there are other ranks.
+        group: over which they compare on the host; ``None``: all.
+        by_window: whether ZeRO may leave a parameter out of a pass, if another of the window reaches it.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], *, compares: bool, by_window: bool, group: Any = None
+    ) -> None:
+        self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._compares, self._by_window, self._group = compares, by_window, group
+        self._in_pass: dict[int, None] = {}
+        self._in_window: set[int] = set()
+        self._places = {id(parameter): place for place, parameter in enumerate(self._named.values())}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._named.values()]
+
+    def _note(self, parameter: Tensor) -> None:
+        self._in_pass[self._places[id(parameter)]] = None
+
+    def compare(self) -> None:
+        """Before each sum, and at the end of each pass: raise on every rank where ranks reached other parameters."""
+        if not self._compares:
+            return
+        order = hash(tuple(self._in_pass)) >> 1  # of integers: the same in every process
+        if self._agree(torch.tensor([order])).all():
+            return
+        order = {place: turn for turn, place in enumerate(self._in_pass, 1)}
+        alike = self._agree(torch.tensor([order.get(place, 0) for place in range(len(self._named))])).tolist()
+        _refuse(
+            [name for name, same in zip(self._named, alike, strict=True) if not same],
+            "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
+            "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with "
+            "find_unused_parameters=True",
+        )
+
+    def _agree(self, values: Tensor) -> Tensor:
+        extremes = torch.stack([values, -values])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        return extremes[0] == -extremes[1]
+
+    def finish_pass(self, *, ends_window: bool) -> None:
+        """Raise on every rank where ranks differ, or where a step would not be that of one device."""
+        self.compare()
+        self._in_window |= self._in_pass.keys()
+        reached = self._in_window if self._by_window else self._in_pass
+        if ends_window or not self._by_window:
+            _refuse(
+                [name for place, name in enumerate(self._named) if place not in reached],
+                "without a gradient in a backward pass, with ZeRO, which steps them with what it has from another one",
+                "freeze what is never used, add 0 times what a batch leaves out to its loss, or use "
+                "strategy='mp_fsdp2'",
+            )
+        self._in_pass.clear()
+
+    def begin_window(self) -> None:
+        """A step was made, or a window was left in its midst."""
+        self._in_window.clear()
+
+    def changed(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+        """The names of parameters that were frozen or unfrozen since the start."""
+        return [name for name, parameter in named if parameter.requires_grad != (name in self._named)]
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Writes:
+    """Whether users changed trained parameters between two steps."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._changed = False
+        split = [parameter for parameter in self._named.values() if is_partitioned(parameter)]
+        #: whether ZeRO-3 has split the weights themselves
+        self.partitioned = bool(split)
+        self.accept()
+        self._undo = [after_gathered_change(parameter, self._changed_while_gathered) for parameter in split]
+
+    def _changed_while_gathered(self) -> None:
+        self._changed = True
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the present versions as the baseline: a step was made, or a checkpoint was loaded."""
+        #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
+        self._versions = {name: version(parameter) for name, parameter in self._named.items()}
+
+    def _written(self) -> list[str]:
+        return [name for name, before in self._versions.items() if version(self._named[name]) != before]
+
+    def take_change(self) -> bool:
+        """Whether a user changed weights since the last call, or the last step."""
+        changed, self._changed = self._changed or bool(self._written()), False
+        return changed
+
+    def refuse_lost(self) -> None:
+        """Raise a RuntimeError where a weight was written to while it was partitioned, which changes nothing."""
+        _refuse(
+            self._written() if self.partitioned else (),
+            "written to between steps with ZeRO-3, which holds them in partitions: nothing was changed",
+            "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
+        )
+
+    def release(self) -> None:
+        """Let go of the parameters."""
+        for undo in self._undo:
+            undo()

@@ -1,1 +1,0 @@
-"""One optimizer step on one kind of strategy, behind the small protocol of ``base``."""

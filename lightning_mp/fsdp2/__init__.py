@@ -1,0 +1,1 @@
+"""FSDP2, HSDP and tensor parallelism under a plan."""

@@ -1,0 +1,218 @@
+"""What is watched while weights are sharded: norms of gradients, reads outside of a unit, and that ranks run the same.
+
+Ranks that gather other weights than one another, or in another order, would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import zip_longest
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from lightning_mp.compat.torch import in_backward
+from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
+from lightning_mp.errors import PlanError
+from lightning_mp.modules.half_weights import reads_no_value
+from lightning_mp.numerics import grads
+from lightning_mp.numerics.dtypes import map_tensors, tensors_in
+from lightning_mp.plan.engine import StepEngine
+
+_NORM: Any = Tensor.norm
+_CASTS_AS = (Tensor.type_as, Tensor.to)
+#: set on what was made of a sharded weight and has no gradient, to the weight's name; and where no value was read
+_MADE_OF, _CONSTANT = "lmp_made_of", "lmp_constant"
+_END = "the end of the step"
+
+
+class WholeNorms(TorchFunctionMode):
+    """Within it, the norm of a gradient of which this rank has a shard is that of the whole, also Lightning's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.full_tensor() if func is _NORM and isinstance(result, DTensor) else result
+
+
+def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> Callable[[], None]:
+    """Have ``clip_grad_norm_`` clip the engine's gradients by the norm over ``groups``; what is returned ends that."""
+
+    def total(
+        own: Callable[..., Tensor],
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        held = {id(p.grad) for optimizer in engine.optimizers for p in grads.parameters_of(optimizer)}
+        if members and not any(id(member) in held for member in members):
+            return own(members, norm_type, error_if_nonfinite, foreach)
+        norm = own(members, norm_type, False, foreach)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        plain = torch.as_tensor(whole, dtype=torch.float32, device=engine.device)
+        return grads.over_shards(plain, norm_type, groups(), error_if_nonfinite=error_if_nonfinite)
+
+    return take_total_norms_by(total)
+
+
+class ShardReads(TorchFunctionMode):
+    """Within it, a use of one of ``named`` that is ``away``, and of which a gradient would be taken.
+
+    What is made without reading values (``weight.new_zeros(...)``) becomes a plain tensor where it meets plain ones.
+
+    Args:
+        named: the parameters as they are while they are sharded.
+        away: whether one is.
+        silent: torch would compute with the piece; else it fails sooner or later, and ``explain`` says why.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], away: Callable[[Tensor], bool], *, silent: bool
+    ) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in named}
+        self._away, self._silent = away, silent
+        self._read: str | None = None
+        #: something met plain tensors: every step does so
+        self.needed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # of what is cast like a second tensor, the values of that one are not read
+        name = self._name_in(args[:1] if func in _CASTS_AS else (*args, *(kwargs or {}).values()))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            given = [args, kwargs or {}]
+            plain = map_tensors(given, lambda one: cast("DTensor", one).full_tensor() if _is_constant(one) else one)
+            result = None if plain is given else func(*plain[0], **plain[1])
+            # zeros[0] = x, or zeros.add_(x), would write into a copy
+            if result is not None and not (args and result is plain[0][0] is not args[0]):
+                self.needed = True
+                return result
+            self._read = name or self._read
+            self.explain(error)
+            raise
+        if name is None or not isinstance(result, Tensor) or any(result is one for one in args[:1]):
+            return result
+        if result.requires_grad:
+            if self._silent:
+                raise _refused(name)
+            self._read = self._read or name
+        if isinstance(result, DTensor):
+            setattr(result, _MADE_OF, name)
+            shards = [one for one in tensors_in([args, kwargs or {}]) if isinstance(one, DTensor)]
+            if reads_no_value(getattr(func, "__name__", "")) or all(map(_is_constant, shards)):
+                setattr(result, _CONSTANT, True)
+        return result
+
+    def explain(self, error: RuntimeError) -> None:
+        """Name the weight that was used before torch failed so.
+
+        Raises:
+            PlanError: where one was, and the error is of the kind to which that leads.
+        """
+        kind = any(word in str(error) for word in ("DTensor", "size mismatch", "must be a matrix"))
+        if self._read is not None and kind and not isinstance(error, PlanError):
+            raise _refused(self._read) from error
+
+    def _name_in(self, arguments: Any) -> str | None:
+        away = filter(self._away, tensors_in(arguments))
+        return next(filter(None, (self._names.get(id(one)) or getattr(one, _MADE_OF, None) for one in away)), None)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return hasattr(tensor, _CONSTANT)
+
+
+def _refused(name: str) -> PlanError:
+    return PlanError.of(
+        f"{name!r} used in the step outside of the unit that holds it, whose weights are sharded there",
+        "call the module, or compute with the weight in its forward; pin or wrap what reads it, not it alone; or use "
+        "strategy='mp_ddp'",
+    )
+
+
+class FirstForward:
+    """Compares the ranks in the first forwards of ``root``, until ``release``; each comparison is a device sync.
+
+    ``gathers`` says of a unit that is about to run whether its weights have to be gathered. ``again``: each later
+    forward in training is compared at its end, before the backward pass gathers what a rank has used. ``group`` is over
+    whom, on ``device``; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Mapping[str, nn.Module],
+        device: torch.device,
+        *,
+        gathers: Callable[[nn.Module], bool] = lambda _unit: True,
+        compiled: bool = False,
+        again: bool = False,
+        group: Any = None,
+    ) -> None:
+        self._again, self._entered, self._group = again, list[str](), group
+        self._names, self._device, self._gathers = [*units, _END], device, gathers
+        self._active, self._known = False, set[bool]()
+        eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
+        self._hooks: list[RemovableHandle] = [
+            *(
+                one.register_forward_pre_hook(eager(partial(self._enter, name)), prepend=True)
+                for name, one in units.items()
+            ),
+            root.register_forward_pre_hook(self._begin, prepend=True),
+            root.register_forward_hook(self._end),
+        ]
+
+    def release(self) -> None:
+        """Leave the modules."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _begin(self, root: nn.Module, _inputs: Any) -> None:
+        self._active = root.training not in self._known
+        self._known.add(root.training)
+        self._entered.clear()
+
+    def _end(self, root: nn.Module, *_: Any) -> None:
+        if self._active:
+            self._compare(_END)
+        elif self._again and root.training:
+            self._compare_entered()
+        self._active = False
+
+    def _enter(self, name: str, unit: nn.Module, _inputs: Any) -> None:
+        if self._again and not in_backward():
+            self._entered.append(name)
+        if self._active and not in_backward() and self._gathers(unit):
+            self._compare(name)
+
+    def _compare(self, name: str) -> None:
+        """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
+        first, last = self._extremes(self._names.index(name))
+        if first != last:
+            one, other = (f"at {self._names[index]!r}" for index in (first, last))
+            raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
+
+    def _compare_entered(self) -> None:
+        smallest, largest = self._extremes(crc32(repr(self._entered).encode()))
+        if smallest != largest:
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, [*self._entered, _END])
+            at = next(set(places) for places in zip_longest(*ranks, fillvalue=_END) if len(set(places)) > 1)
+            one, other, *_ = (f"at {name!r}" for name in sorted(at, key=self._names.index))
+            raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
+
+    def _extremes(self, value: int) -> tuple[int, int]:
+        both = torch.tensor([value, -value], device=self._device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        largest, smallest = both.tolist()
+        return -smallest, largest

@@ -1,0 +1,481 @@
+"""FSDP2 for any LightningModule: the plan is applied, the model cut into units and sharded; when and how it gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.optim import Optimizer
+
+from lightning_mp.checkpoints.folders import entries
+from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat import torchao
+from lightning_mp.compat.lightning import (
+    LightningOptimizer,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    default_pg_timeout,
+    optimizers_to_device,
+    set_mesh,
+)
+from lightning_mp.compat.torch import norms
+from lightning_mp.errors import Faults, PlanError
+from lightning_mp.fsdp2 import tensor_parallel
+from lightning_mp.fsdp2.engine import ShardedEngine
+from lightning_mp.fsdp2.units import (
+    Sharding,
+    Units,
+    Wrap,
+    broadcast_from_first,
+    cannot_initialise,
+    check_compiled,
+    materialize,
+    shard,
+    share_buffers,
+    units,
+    whole_on_cpu,
+)
+from lightning_mp.modules import half_weights
+from lightning_mp.modules.fp8 import is_converted
+from lightning_mp.modules.half_weights import AutocastWeight
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.grads import parameters_of
+from lightning_mp.plan.engine import StepEngine
+from lightning_mp.plan.for_strategy import check_users_sharding
+from lightning_mp.plan.plan import MixedPrecisionPlan
+from lightning_mp.policy import FP8, PrecisionPolicy
+from lightning_mp.strategies.base import plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.checkpoint_io import PlanStrategy
+
+# ------------------------------------------------------------------ gathers in FP8
+
+
+@dataclass(eq=False)
+class _InFP8:
+    """What FSDP2 asks a shard for: what to send, and what to make of what came. Not copied with the shard."""
+
+    ways: sharding_compat.GatherExtensions
+    module: nn.Module
+    emulate: bool
+    local: Tensor = field(init=False)
+    scale: Tensor = field(init=False)
+
+    def __deepcopy__(self, memo: Any) -> _InFP8:
+        return self
+
+    def before(self, mesh: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        # As bytes: gloo has no FP8.
+        data = torchao.rounded(self.local.detach(), self.scale).view(torch.uint8)
+        missing = -(-self.ways.shard.shape[0] // mesh.size()) - data.shape[0]
+        return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), self.scale
+
+    def after(self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is None:
+            return torchao.weight(outputs[0], scale, dtype, emulate=self.emulate), ()
+        torchao.set_scale(out, scale)
+        return None
+
+
+def check_fp8_gather(how: Sharding, tensor_parallel: int, faults: Faults) -> None:
+    """Note with what else weights cannot be gathered in FP8."""
+    again = how.options.get("reshard_after_forward")
+    beside = {
+        f"tensor_parallel={tensor_parallel}": tensor_parallel > 1,
+        "cpu_offload=True": how.cpu_offload,
+        f"reshard_after_forward={again!r}": isinstance(again, int) and not isinstance(again, bool),
+        "compile=True": how.compile,
+    }
+    for given in (word for word, holds in beside.items() if holds):
+        faults.add(f"FP8(all_gather=True) beside {given}", fix=f"leave out all_gather=True, or {given}")
+
+
+class FP8Gather:
+    """Switches between gathering ``modules``' weights in FP8, while the plan trains, and as they are stored.
+
+    The shards stay plain fp32 tensors: what FSDP2 asks for hangs on them as attributes, which no state dict has.
+    """
+
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, rule: FP8) -> None:
+        owners = {id(module.weight): module for module in modules}
+        ways = (one for one in sharding_compat.GatherExtensions.of(root) if id(one.shard) in owners)
+        self._shards = [_InFP8(one, owners[id(one.shard)], rule.emulate) for one in ways]
+        self._group, self._rule = group, rule
+
+    @torch.no_grad()
+    def before_step(self, *, training: bool) -> None:
+        """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
+        in_fp8 = training or self._rule.evaluate == "fp8"
+        if in_fp8:
+            for one in self._shards:
+                one.local = one.ways.local()
+            amax = torch.stack(list(norms([one.local for one in self._shards], torch.inf)))
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
+            for one, scale in zip(self._shards, torchao.scales(amax).unbind(), strict=True):
+                one.scale = scale
+        for one in self._shards:
+            as_fp8 = in_fp8 and is_converted(one.module)  # one that fell back to bf16 no longer is
+            one.ways.take("fp8" if as_fp8 else "stored", (one.before, one.after) if as_fp8 else None)
+
+
+# ------------------------------------------------------------------ the strategies
+
+
+def _step(name: str, context: str) -> Any:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._as_forward(name, args, kwargs)
+
+    return step
+
+
+class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
+    """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
+
+    Args:
+        wrap: module classes, names of classes or patterns that become shard units; by default transformers'
+            ``_no_split_modules``, else modules of 100M parameters.
+        device_mesh: ``(replicas, shards)``: shard within a group, replicate across groups (HSDP).
+        data_parallel_size: ranks with data of their own, as in Lightning; by default what the others leave.
+        tensor_parallel: ranks that split each layer between them, within the data-parallel ones.
+        tensor_parallel_size: the same, by Lightning's name.
+        tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
+        compile: ``torch.compile`` each block before it is sharded.
+        cpu_offload: keep shards, gradients and optimizer state on the CPU.
+        reshard_after_forward: as in ``fully_shard``.
+        shard_placement_fn: as in ``fully_shard``.
+        offload_policy: as in ``fully_shard``; ``cpu_offload`` is the short way.
+        ignored_params: as in ``fully_shard``.
+        save_distributed_checkpoint: a folder of shards (the default), or one file assembled on rank 0.
+        process_group_backend: as in Lightning.
+        timeout: as in Lightning.
+
+    Raises:
+        PlanError: at start: a mesh that the number of processes does not fill, ``wrap`` that matches nothing, a pin
+            that would put two dtypes into one unit, a layer that tensor parallelism cannot split.
+    """
+
+    gathers_fp8 = True
+    plan_engine = ShardedEngine
+    own_format = "sharded"
+
+    def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
+        self,
+        *,
+        wrap: Wrap = None,
+        device_mesh: tuple[int, int] | None = None,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel: int = 1,
+        tensor_parallel_size: int | str = "auto",
+        tp_plan: tensor_parallel.Plan | None = None,
+        compile: bool = False,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: Any = None,
+        offload_policy: OffloadPolicy | None = None,
+        ignored_params: set[nn.Parameter] | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        given = {
+            "reshard_after_forward": reshard_after_forward,
+            "shard_placement_fn": shard_placement_fn,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+        }
+        options = {key: value for key, value in given.items() if value is not None}
+        offloads = cpu_offload or isinstance(offload_policy, CPUOffloadPolicy)
+        self.sharding = Sharding(compile=compile, cpu_offload=offloads, options=options)
+        self._wrap = wrap
+        self._replicas_and_shards: tuple[int, int] | None = device_mesh
+        self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
+        self._shards, self._tp_plan = data_parallel_size, tp_plan
+        self._sharded = self._backward_inside = False
+        self._fp8_gather: FP8Gather | None = None
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self._tensor_parallel
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    def setup_environment(self) -> None:
+        """Start the process group and lay the mesh.
+
+        Raises:
+            PlanError: the mesh has not as many places as there are processes.
+        """
+        world = self.num_nodes * self.num_processes
+        replicas, shards, size = self.degrees(world)
+        if min(replicas, shards, self._tensor_parallel) < 1 or replicas * shards * size != world:
+            mesh, ranks = f"device_mesh=({replicas}, {shards})", f"{shards} data-parallel ranks"
+            raise PlanError.of(
+                f"{mesh if self._replicas_and_shards else ranks} and tensor_parallel={self._tensor_parallel} with "
+                f"{world} processes",
+                f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
+                "strategy",
+            )
+        self._setup_distributed()
+        sizes = {"replicate": replicas, "shard": shards} if self._replicas_and_shards else {"data_parallel": shards}
+        sizes |= {"tensor_parallel": size} if size > 1 else {}
+        kind = self.root_device.type
+        self._device_mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        set_mesh(self._user_module, self._device_mesh)
+
+    def degrees(self, world: int) -> tuple[int, int, int]:
+        """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
+        size = max(self._tensor_parallel, 1)
+        shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
+        replicas, shards = self._replicas_and_shards or (1, shards)
+        return replicas, shards, size
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        names = self.device_mesh.mesh_dim_names or ()
+        return self.device_mesh[tuple(name for name in names if name != "tensor_parallel")]
+
+    # ------------------------------------------------------------------ the model
+
+    def check_plan(
+        self, engine: StepEngine, module: nn.Module, faults: Faults
+    ) -> tuple[Units, dict[str, ParallelStyle]] | None:
+        """The units, and the tensor-parallel style of each module by name; ``None`` where it is sharded already."""
+        refuse_callbacks(module, "sharded weights", faults)
+        refuse_weights(module, faults, self.sharding.options.get("ignored_params", ()))
+        self.check_remote_folders(faults)
+        if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
+            replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
+            check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
+            return None
+        stored, split = engine.stored_dtypes(), {}
+        cut = units(module, self._wrap, engine.pin_map, stored, faults, together=engine.policy.storage_dtype)
+        if self._tensor_parallel > 1:
+            split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
+        if self.sharding.compile:
+            check_compiled(module, cut, engine.recomputed, faults)
+        if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
+            check_fp8_gather(self.sharding, self._tensor_parallel, faults)
+        cannot_initialise(module, faults)
+        return cut, split
+
+    def setup(self, trainer: Trainer) -> None:
+        """Apply the plan, shard, then make the optimizers on what is left here."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.prepare_and_shard()
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting and not self.sharding.cpu_offload:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def prepare_and_shard(self) -> None:
+        """Change the user's module; the order of these steps is part of what they do."""
+        plan, module = plan_of(self), self._user_module
+        layout = plan.apply(module)  # casts, FP8, pins, checkpointing
+        if layout is not None:
+            units, styles = layout
+            with sharding_compat.hooks_kept(module):
+                broadcast_from_first(module, self.root_device)
+                self._split_layers(module, styles)  # tensor parallel, on whole weights
+                if self.sharding.compile:  # after checkpointing, before sharding: FSDP's hooks stay eager
+                    for block in units.blocks:
+                        block.compile()
+                shard(module, units, self._shard_mesh, self.root_device, plan.policy, self.sharding)
+            self._sharded = True
+        assert plan.engine is not None
+        # Units know now which weights they gather, and by what extension.
+        self._gather_halves(half_weights.survey(module, plan.engine.pin_map, plan.policy), plan.policy)
+        self._fp8_gather = self._gathers_fp8(plan)
+
+    def _split_layers(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+        if self._tensor_parallel <= 1:
+            return
+
+        def make(module: nn.Module) -> None:  # before it is split: a device holds one module in full at a time
+            materialize(module, model, self.root_device, self.root_device)
+            module.to(self.root_device)
+
+        tensor_parallel.parallelize(model, styles, self.device_mesh["tensor_parallel"], make)
+
+    def _gather_halves(self, weights: Iterable[half_weights.Weight], policy: PrecisionPolicy) -> None:
+        """Gather those ``weights`` that have no reason against it in autocast's dtype, all others as they are stored.
+
+        FSDP2's own ``param_dtype`` casts all a unit has, norms and embeddings too, and adds the gradients of a weight
+        that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
+        autocast keeps no copy of them until the backward pass.
+        """
+        free = [weight for weight in weights if weight.reason is None]
+        names = {(id(module), key): weight.name for weight in free for module, key in weight.places}
+        sharding_compat.gather_halves(self._user_module, names, to_torch(policy.compute_dtype), AutocastWeight)
+
+    def _gathers_fp8(self, plan: MixedPrecisionPlan) -> FP8Gather | None:
+        rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
+        if rule is None or not rule.all_gather or not conversion or not self._sharded:
+            return None
+        return FP8Gather(self._user_module, conversion.converted.values(), self._shard_mesh.get_group(-1), rule)
+
+    def teardown(self) -> None:
+        """As the host does; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
+        began = self.lightning_module is not None and plan_of(self).engine is not None
+        super().teardown()
+        if began:
+            self._gather_halves((), plan_of(self).policy)
+
+    def model_to_device(self) -> None:
+        if not self.sharding.cpu_offload:
+            super().model_to_device()
+            return
+        for buffer in self._user_module.buffers():  # parameters stay where they are offloaded to
+            buffer.data = buffer.data.to(self.root_device)
+
+    # ------------------------------------------------------------------ steps
+
+    training_step: Any = _step("training_step", "train_step_context")
+    validation_step: Any = _step("validation_step", "val_step_context")
+    test_step: Any = _step("test_step", "test_step_context")
+    predict_step: Any = _step("predict_step", "predict_step_context")
+
+    def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
+        module = self._user_module
+        training, engine = method == "training_step", plan_of(self).engine
+        assert isinstance(engine, ShardedEngine)
+        manual = training and not module.automatic_optimization
+        if self._fp8_gather is not None:
+            self._fp8_gather.before_step(training=training)
+        patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
+        # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
+        torch.backends.mha.set_fastpath_enabled(False)
+        around = nullcontext() if training else engine.watch_reads(method)
+        try:
+            with self._gathered_again() if manual else around:
+                output = self._forward_redirection(module, module, method, *args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            if not patched:  # Lightning leaves a bound forward on the instance, which a copy would take along
+                module.__dict__.pop("forward", None)
+        # else backward follows, and shards again: weights that are written to afterwards are the sharded ones
+        if isinstance(module, FSDPModule) and (not training or manual or output is None):
+            module.reshard()
+        return output
+
+    @contextmanager
+    def _gathered_again(self) -> Generator[None, None, None]:
+        """Around a step that runs backward *inside*: modules that use the root's weights after it gather them again.
+
+        ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the
+        backward pass that starts from the forward's output, or is announced by ``pre_backward``.
+        """
+        if not isinstance(self._user_module, FSDPModule):
+            yield
+            return
+        root = cast("Any", self._user_module)
+        units = [one for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
+        in_units = {id(part) for unit in units for part in cast("Any", unit).modules()}
+        handles = [  # to unshard does nothing where it is gathered
+            one.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
+            for one in root.modules()
+            if one is not root and id(one) not in in_units and [*one.parameters(recurse=False)]
+        ]
+        self._backward_inside = True
+        try:
+            yield
+        finally:
+            self._backward_inside = False
+            for handle in handles:
+                handle.remove()
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._backward_inside and closure_loss.requires_grad:
+            sharding_compat.before_backward_from(closure_loss, self._user_module)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """As the host does; what fails for a sharded weight in the loss names it."""
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            engine = plan_of(self).engine
+            if isinstance(engine, ShardedEngine):
+                engine.explain(error)
+            raise
+
+    def _share_buffers(self) -> None:
+        """Rank 0's, as under DDP: the model is evaluated with what is saved."""
+        share_buffers(self._user_module, self.root_device)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_end = _share_buffers
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def saves_folders(self) -> bool:
+        return self._save_distributed_checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Collect the weights, and the first rank's buffers."""
+        self._share_buffers()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
+        if self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        content, keep = plain.state_dict(), self.global_rank == 0
+        state = {
+            number: {key: whole_on_cpu(value, keep=keep) for key, value in values.items()}
+            for number, values in content["state"].items()
+        }
+        return {**content, "state": state} if keep else {}
+
+    load_full = PlanStrategy.load_shards
+
+    def reads(self, path: Any) -> bool:
+        """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
+        if not super().reads(path):
+            return False
+        held = entries(Path(path))
+        names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
+        wanted = {
+            f"optimizer_{index}.state.{names[id(parameter)]}"
+            for index, optimizer in enumerate(self.optimizers)
+            for parameter in parameters_of(optimizer)
+        }
+        return "state_dict" in {entry.partition(".")[0] for entry in held} and wanted <= {
+            entry.rpartition(".")[0] for entry in held
+        }
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        yield
+
+
+class PlanHSDPStrategy(PlanFSDP2Strategy):
+    """Shards within a node and replicas across nodes; ``device_mesh=(replicas, shards)`` lays them otherwise."""
+
+    def setup_environment(self) -> None:
+        """As without replicas, over the nodes where no mesh is given."""
+        if self._replicas_and_shards is None:
+            self._replicas_and_shards = (self.num_nodes, max(self.num_processes // max(self._tensor_parallel, 1), 1))
+        super().setup_environment()

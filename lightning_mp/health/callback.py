@@ -1,0 +1,500 @@
+"""A run's health, every n-th step: measured, logged, checked by alerts, and acted on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_mp.bad_steps.guard import NonFiniteGuard
+from lightning_mp.bad_steps.handler import BadStepCallback, NonFiniteClassifier, bad_step, has_bad_loss
+from lightning_mp.bad_steps.replay import Replayer
+from lightning_mp.compat.deepspeed import is_partitioned
+from lightning_mp.compat.lightning import (
+    DeepSpeedStrategy,
+    LightningModule,
+    Trainer,
+    begins_window,
+    check_copy,
+    logged_step,
+)
+from lightning_mp.errors import Faults, NonFiniteError, PlanError
+from lightning_mp.health import actions as acts
+from lightning_mp.health.actions import Action, ReduceLR
+from lightning_mp.health.alerts import Alerts, AlertSettings, Operand, Reading
+from lightning_mp.health.loss_scale_monitor import LossScaleMonitor
+from lightning_mp.health.measurement import LAG, Read, StepMeasurement, ToHost, Values
+from lightning_mp.health.scale_sources import Number, SkipCount, StockSource, scale_source
+from lightning_mp.health.throughput import FLOPS, SECONDS, Count, Throughput
+from lightning_mp.numerics.dtypes import describe
+from lightning_mp.plan import optimizer_facts
+from lightning_mp.plan.diagnosis import Diagnosis
+from lightning_mp.plan.run import PlanBase
+from lightning_mp.plan.skip_aware import SkipAwareHooks
+from lightning_mp.preflight.doctor import doctor
+from lightning_mp.record import metric_names
+from lightning_mp.record.callback_utils import StepTracker, callbacks_of, log
+from lightning_mp.record.events import Event, Kind
+from lightning_mp.record.findings import Finding
+from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, is_fresh
+
+_NAME = "TrainingHealth"
+#: what LightningModules log it under
+_VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
+#: what LossScaleMonitor logs too
+_SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
+_SKIPPED, _FP8 = "skipped", "fp8"
+#: what a written reading holds, in this order
+_ROW = (
+    metric_names.LOSS,
+    metric_names.GRAD_NORM,
+    metric_names.PARAM_NORM,
+    metric_names.UPDATE_RATIO,
+    metric_names.LOST_UPDATES,
+    metric_names.FP8_FLUSHED,
+    *_SCALES,
+    metric_names.LR,
+    metric_names.TOKENS_PER_S,
+    metric_names.SAMPLES_PER_S,
+    metric_names.MFU,
+    metric_names.MEMORY_ALLOCATED,
+    metric_names.MEMORY_RESERVED,
+    metric_names.MEMORY_PEAK,
+)
+
+
+class TrainingHealth(WritesRun):
+    """Measures loss, norms, learning rate, loss scale, speed and memory; reports what looks wrong, and acts on it.
+
+    It works with Lightning's own plugins and strategies and with a MixedPrecisionPlan, on whole and on sharded
+    parameters. Every reading goes to every logger and to ``metrics.jsonl`` in ``run_dir``, under the names of
+    :mod:`lightning_mp.record.metric_names`; events go to ``events.jsonl`` and to the console, and their number to the
+    loggers as ``health/events/<kind>``. ``rows`` and ``events`` hold the last 1,000. A ``step`` is the Trainer's
+    ``global_step`` as the training step saw it. A value that is not known (MFU on a CPU) is ``None``.
+
+    - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
+      sum of the losses passed to ``manual_backward``. ``val/loss``: what validation logged as that or ``val_loss``.
+    - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio`` and
+      ``health/lost_updates`` look at 16 evenly spaced pieces of 1,024 elements of a large parameter.
+    - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
+    - Throughput is over all ranks, since the last reading, validation excluded. ``health/mfu``: FLOPs per token or
+      sample, counted in the first batch, times the throughput, over the device's peak; recomputation is not counted.
+    - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
+
+    Nothing waits for the device: numbers are copied together, once per reading, and evaluated when they have arrived,
+    on CUDA at most 3 steps later. So late a ``"stop"`` or ``"reduce_lr"`` acts there, and a non-finite step that
+    nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
+    batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
+    that is measured.
+
+    Args:
+        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
+        every_n_steps: optimizer steps from one reading to the next.
+        alerts: thresholds, as :class:`~lightning_mp.health.alerts.AlertSettings` or a mapping of its fields; False for
+            none.
+        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step, nor any
+            other of the same streak of spikes or non-finite values, which has one event), ``"reduce_lr"`` (100 steps
+            at a tenth of the learning rate), ``"stop"``.
+        tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
+            integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
+        samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
+            loader's ``batch_size`` says the same; ``None`` where they do not (a detector's images, a graph).
+        peak_flops: peak FLOP/s of each device, for MFU; by default from its data sheet.
+        report: write ``report.html`` into the folder when the run ends or fails.
+
+    Raises:
+        PlanError: an unknown kind, action or threshold, or ``"skip"`` where a step cannot be skipped.
+    """
+
+    _of_run = ("_run",)
+
+    def __init__(
+        self,
+        run_dir: RunDir = None,
+        every_n_steps: int = 1,
+        *,
+        alerts: bool | Mapping[str, Any] | AlertSettings | None = None,
+        actions: Mapping[str, Action] | None = None,
+        tokens: Count | None = None,
+        samples: Count | None = None,
+        peak_flops: float | None = None,
+        report: bool = True,
+    ) -> None:
+        with Faults(_NAME) as faults:
+            faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
+            self.actions: dict[Kind, Action] = acts.parse(actions, faults)
+        self._skips: list[Kind] = [kind for kind, action in self.actions.items() if action == "skip"]
+        self.run_dir, self.every_n_steps, self.report = run_dir, every_n_steps, report
+        self.tokens, self.samples, self.peak_flops = tokens, samples, peak_flops
+        self._reduce = ReduceLR()
+        self._alert_settings = AlertSettings.of(alerts)
+        self._alerts = Alerts(self._alert_settings)
+        self._log = RunLog(_NAME)
+        self._run: _Run | None = None
+        self._findings: list[Finding] | None = None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The last 1,000 readings, as written; ``metrics.jsonl`` has all."""
+        return list(self._log.rows)
+
+    @property
+    def events(self) -> list[Event]:
+        """The last 1,000 events, as written; ``events.jsonl`` has all."""
+        return list(self._log.events)
+
+    @property
+    def fp8_rows(self) -> list[dict[str, Any]]:
+        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; the last 1,000 lines."""
+        return list(self._log.fp8_rows)
+
+    # ------------------------------------------------------------------ the run
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Run the doctor, while the model is as the user made it."""
+        check_copy(trainer, _NAME)
+        self._findings = None
+        # the doctor runs on one rank, and cannot read weights that an earlier run has sharded
+        split = any(hasattr(p, "to_local") or is_partitioned(p) for p in pl_module.parameters())
+        if stage != "fit" or not trainer.is_global_zero or split:
+            return
+        plugin, strategy = trainer.precision_plugin, trainer.strategy
+        stock_zero = isinstance(strategy, DeepSpeedStrategy) and not isinstance(plugin, PlanBase)
+        arguments = {
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "callbacks": callbacks_of(trainer),
+            "devices": trainer.num_devices,
+            "num_nodes": trainer.num_nodes,
+        }
+        device, given = describe(strategy.root_device), "deepspeed" if stock_zero else strategy  # Lightning's own JSON
+        with suppress(PlanError):  # a precision plugin that it does not know
+            self._findings = doctor(pl_module, plugin, given, arguments, optimizer=(), device=device)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the parameters to measure, and open the folder.
+
+        Raises:
+            PlanError: ``"skip"`` where a step cannot be left out, or a folder that another run or monitor writes to.
+        """
+        self._close()
+        if is_fresh(trainer):
+            self._alerts = Alerts(self._alert_settings)
+        self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
+        self._run = _Run(trainer, pl_module, self)  # what it has installed is removed where the folder is refused
+        self._log.open(trainer, self.run_dir, self._findings)
+        self._run.throughput.start(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not time the start of the data loader."""
+        self._active.throughput.pauses()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not time validation, and write the loss that it logged."""
+        if self._run is None:
+            return
+        self._run.to_host.deliver(wait=True)
+        self._run.throughput.pauses()
+        logged = trainer.callback_metrics
+        loss = next((logged[name] for name in _VAL_LOSSES if name in logged), None)
+        if loss is not None and not trainer.sanity_checking:
+            self._log.row(trainer.global_step, {metric_names.VAL_LOSS: float(loss)})
+
+    # ------------------------------------------------------------------ the step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a reading, if one is due."""
+        run = self._active
+        run.steps.batch_starts(trainer)
+        if run.step.ended or begins_window(trainer, batch_idx):
+            run.step = _Step(measures=run.until_reading == 0)
+            if run.step.measures:
+                run.measured.begin()
+        run.step.number, run.step.batch_idx = run.steps.step, batch_idx
+        if run.step.measures and run.guard is None:
+            run.step.replayer.remember(trainer, batch, batch_idx)
+        run.throughput.batch_starts(trainer, batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Record the loss."""
+        run = self._run
+        if run is None or not trainer.training:
+            return  # a module adapts itself while evaluating
+        run.steps.backward()
+        if run.step.measures:
+            run.measured.add_loss(loss, run.source)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measure the gradients; where the step may have to be skipped, run the alerts now."""
+        run = self._run
+        if run is None or not run.steps.begins(trainer):
+            return
+        run.count.before_step()
+        if run.step.measures:
+            run.measured.before_step(optimizer, run.source, self._reduce.factor)
+            if run.checks_before_step and run.step.before is None:
+                self._check_before_step(run, run.step, trainer, optimizer)
+
+    def _check_before_step(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Read what is known before the step, and leave the step out where the user wants that."""
+        step.before = run.to_host.read({**run.measured.take(), **run.count.values()})
+        reading = step.reading(run.measured.derived(step.before), run.floor)
+        found = self._alerts.judge(reading, only=self._skips)
+        if run.automatic:
+            step.events_before = self._nonfinite(trainer, step, reading, changed=False)
+        bad = [event for event in step.events_before if event.is_alert and event.kind in self._skips]
+        spikes = "grad_norm_spike" in self._skips and self._alerts.holds("grad_norm_spike")
+        # every non-finite one of a streak is left out, of which the first has an event
+        streak = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
+        again = any(kind in self._skips and not math.isfinite(value or 0.0) for kind, value in streak.items())
+        if found or bad or spikes or (run.applies_bad_steps and again):
+            step.suppressed = True
+            run.suppressed += 1
+            applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
+            step.events_before = [applied_nothing(event) if event.is_alert else event for event in step.events_before]
+            acts.suppress(optimizer, run.source.scaler if isinstance(run.source, StockSource) else None)
+        step.events_before += found
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Send the step's numbers to the host; log those that have arrived, run the alerts, act."""
+        run = self._active
+        run.throughput.batch_ends()
+        if run.steps.batch_ends():
+            run.count.after_batch()
+            run.step.ended = True
+            run.unread += 1
+            run.until_reading = (run.until_reading or self.every_n_steps) - 1
+            if run.step.measures:
+                run.step.count, run.unread = run.unread, 0
+                self._send(run, run.step, trainer)
+            run.to_host.deliver()
+        self._reduce.after_batch(trainer)
+
+    def _send(self, run: _Run, step: _Step, trainer: Trainer) -> None:
+        run.measured.after_step()
+        fp8 = run.measured.fp8
+        values = {**run.measured.take(run.throughput.take()), **run.count.values(), metric_names.LR: run.measured.lr}
+        values |= {_SKIPPED: run.count.skipped_last, _FP8: None if fp8 is None else fp8.watch.end()}
+        step.logged_step = logged_step(trainer)
+        run.to_host.send(values, partial(self._arrived, trainer, step))
+
+    def _arrived(self, trainer: Trainer, step: _Step, late: Read) -> None:
+        """Log the numbers of a step, now on the host, run the alerts on them, and act."""
+        run, table = self._active, late.pop(_FP8)
+        values = run.measured.derived({**(step.before or {}), **late})
+        operands: dict[tuple[str, str], Operand] = {}
+        if table is not None and run.measured.fp8 is not None:
+            found = run.measured.fp8.watch.operands(table)
+            operands = {place: Operand(*numbers) for place, numbers in found.items()}
+            values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
+        flops, peak = values[FLOPS], run.throughput.peak
+        values[metric_names.MFU] = flops / peak if flops and peak else None
+        reading = replace(step.reading(values, run.floor), fp8=operands)
+        row = {name: values.get(name) for name in _ROW}
+        self._log.row(step.number, row)
+        left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
+        log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
+        if operands:
+            self._log.fp8(step.number, operands)
+        events = step.events_before
+        if not (run.checks_before_step and run.automatic):
+            # skipped for what was finite when it was measured: a hook that came later changed it
+            finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
+            changed = reading.skipped and not step.suppressed and finite
+            events = [*self._nonfinite(trainer, step, reading, changed=changed), *events]
+        step.replayer.forget()
+        for event in (*events, *self._alerts.judge(reading)):
+            self._log.event(trainer, self._act(event, trainer, step))
+
+    def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
+        """The event of a non-finite step, none where a NonFiniteGuard writes its own."""
+        run = self._active
+        alert = None if run.guard is not None else run.classifier.judge(reading, changed=changed)
+        if alert is None:
+            return []
+        locates = alert and not run.failed
+        found = step.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
+        event = bad_step(
+            found if found.batch_idx is not None else replace(found, batch_idx=step.batch_idx),
+            step=reading.step,
+            bad_loss=has_bad_loss(reading),
+            ordinary=not alert,
+            severity="warning" if reading.skipped else "error",
+            action="log",
+            evidence={"loss_scale": reading.loss_scale, "bad_steps_in_a_row": run.classifier.in_a_row},
+            under_plan=self._alerts.under_plan,
+        )
+        return [event]
+
+    @property
+    def _active(self) -> _Run:
+        assert self._run is not None, "on_train_start comes first"
+        return self._run
+
+    # ------------------------------------------------------------------ acting
+
+    def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
+        """Carry out the action for ``event``; the event with the action taken."""
+        action = self.actions.get(event.kind, "log")
+        if not event.is_alert or action == "log" or self._active.failed:
+            return event
+        if action == "skip":
+            return replace(event, action="skip" if step.suppressed else "log")
+        if action == "stop":
+            trainer.should_stop = True
+        else:
+            self._reduce.start(trainer)
+        return replace(event, action=action)
+
+    # ------------------------------------------------------------------ the end, and checkpoints
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the last steps, and undo what the actions changed, before the precision plugin undoes its changes."""
+        if self._run is not None:
+            self._run.to_host.deliver(wait=True)
+        self._close()
+
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        """Write how the run ended, and its report."""
+        run = self._run
+        if run is not None and error is not None:
+            run.failed = True  # other ranks may go on: nothing is run again, and nobody is called
+            with suppress(RuntimeError):  # of a device that has failed nothing arrives
+                run.to_host.deliver(wait=True)
+            if isinstance(error, NonFiniteError) and run.guard is None:
+                self._log.event(trainer, _raised(error, run))
+        self._close()
+        self._log.close(trainer, report=self.report, error=error)
+
+    def _close(self) -> None:
+        self._reduce.release()
+        run, self._run = self._run, None
+        if run is not None:
+            run.hooks.remove()
+            run.throughput.stop_counting()
+            run.step.replayer.forget()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write what was measured before the checkpoint, and note the folder."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._run is not None and not self._run.failed:
+            self._run.to_host.deliver(wait=True)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step, from the first batch of its window until its numbers are on the host."""
+
+    measures: bool
+    ended: bool = False
+    number: int = 0
+    #: of the last batch
+    batch_idx: int = 0
+    logged_step: int = 0
+    #: steps since the last reading
+    count: int = 1
+    #: what was read before the optimizer stepped, and the events found in it
+    before: Values | None = None
+    events_before: list[Event] = field(default_factory=list[Event])
+    replayer: Replayer = field(default_factory=Replayer)
+    #: whether it was left out for an alert
+    suppressed: bool = False
+
+    def reading(self, values: Values, floor: float) -> Reading:
+        """The numbers for the alerts; ``floor`` is the lowest loss scale."""
+        scale, seconds = values[metric_names.LOSS_SCALE], values[SECONDS]
+        return Reading(
+            step=self.number,
+            loss=values.get(metric_names.LOSS),
+            grad_norm=values.get(metric_names.GRAD_NORM),
+            update_ratio=values.get(metric_names.UPDATE_RATIO),
+            lost_updates=values.get(metric_names.LOST_UPDATES),
+            loss_scale=scale,
+            skipped=bool(values.get(_SKIPPED)),
+            skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
+            scale_at_floor=scale is not None and scale <= floor,
+            lr=values.get(metric_names.LR),
+            tokens_per_s=values[metric_names.TOKENS_PER_S],
+            samples_per_s=values[metric_names.SAMPLES_PER_S],
+            seconds=None if seconds is None else seconds / self.count,
+            memory_gib=values[metric_names.MEMORY_ALLOCATED],
+        )
+
+
+class _Run:
+    """The state of one run, and of the step at hand."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
+        self.measured = StepMeasurement(trainer, module)
+        device, callbacks = trainer.strategy.root_device, callbacks_of(trainer)
+        self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
+        writers = (one for one in callbacks if isinstance(one, NonFiniteGuard | BadStepCallback))
+        #: what writes the events of bad steps itself
+        self.guard = next((one for one in writers if isinstance(one, NonFiniteGuard) or one.rule.save_batch), None)
+        #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
+        self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in callbacks)
+        # of several micro-batches, a step is long over when the next one is; and fewer windows wait in memory
+        window = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        self.to_host = ToHost(device, trainer.world_size, lag=max(1, LAG // window))
+        source = self.source = scale_source(trainer)
+        scale = None if source is None else source.scale()
+        #: the lowest loss scale
+        self.floor = 0.0 if scale is None else scale.floor
+        #: how many steps were left out for an alert
+        self.suppressed = 0
+        self.count = SkipCount(source, self._skipped)
+        self.hooks, skips = SkipAwareHooks(), "skip" in health.actions.values()
+        if skips:
+            _check_skips(trainer, module)
+            self.hooks.install(trainer, module, lambda: self.step.suppressed)
+        self.automatic = module.automatic_optimization
+        #: whether nothing else keeps a non-finite step from being applied
+        plugin, skipped_for = trainer.precision_plugin, source is not None
+        if isinstance(plugin, PlanBase):
+            skipped_for = plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
+        self.applies_bad_steps = not (self.guard or skipped_for)
+        #: whether numbers are read before the optimizer's step: to leave it out, or to find out what went wrong while
+        #: weights are as they were, which is not done on CUDA, where it would be a device sync
+        self.checks_before_step = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
+        self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
+        self.step = _Step(measures=True, ended=True)
+        #: optimizer steps to the next reading, and since the last
+        self.until_reading = self.unread = 0
+        self.failed = False
+
+    def _skipped(self) -> Number:
+        skipped = 0 if self.source is None else self.source.skipped()
+        return self.suppressed + (skipped if self.guard is None else self.guard.skipped_steps)
+
+
+def _raised(error: NonFiniteError, run: _Run) -> Event:
+    """The event of the error with which the plan has ended the run."""
+    return Event(
+        step=run.step.number,
+        kind="nonfinite_loss" if run.measured.loss_is_bad() else "nonfinite_grad",
+        severity="error",
+        rank=error.rank,
+        module=error.module,
+        parameter=error.parameter,
+        evidence={"batch_idx": run.step.batch_idx},
+        cause="see run.json for the error that ended the run",
+        action="raise",
+    )
+
+
+def _check_skips(trainer: Trainer, module: LightningModule) -> None:
+    """Raise where a step cannot be left out."""
+    again = [type(one).__name__ for one in trainer.optimizers if optimizer_facts.requires_closure(one)]
+    count = 1 if module.automatic_optimization else len(trainer.optimizers)
+    where = f"with {', '.join(again)}, which moves weights between two evaluations of its closure" if again else ""
+    where = f"with {count} optimizers in manual optimization" if count > 1 else where
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        where = "under DeepSpeed, whose gradients are in its own partitions"
+    if where:
+        raise PlanError.of(f"an action 'skip' {where}", "use 'reduce_lr' or 'stop'", _NAME)

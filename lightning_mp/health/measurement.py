@@ -1,0 +1,424 @@
+"""The measurement of one step on whole or sharded parameters: norms, what the step changed, lost updates, memory.
+
+Everything stays on the device until :class:`ToHost` has brought it over, for which nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_mp.compat import deepspeed as compat
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
+from lightning_mp.compat.torch import takes_flag
+from lightning_mp.fsdp2.engine import flat_groups
+from lightning_mp.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
+from lightning_mp.health.throughput import FLOPS, SECONDS, Processed
+from lightning_mp.modules.patterns import plain_name
+from lightning_mp.modules.remote import is_remote
+from lightning_mp.numerics.dtypes import HALF
+from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
+from lightning_mp.plan.run import PlanBase
+from lightning_mp.record import metric_names
+
+Values = dict[str, float | None]
+Read = dict[str, Any]
+Measured = dict[str, Number | None]
+GIB = 2**30
+#: how many steps later numbers are evaluated, at most
+LAG = 3
+#: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
+PIECES, PIECE = 16, 1024
+_CHANGE, _BEFORE, _LOST, _MOVED = "change", "before", "lost", "moved"
+#: of every rank: what is added up, and of what the largest counts
+_ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, FLOPS)
+_LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
+
+
+class StepMeasurement:
+    """Collects a step's numbers on the device of the run."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        strategy = trainer.strategy
+        self._device, self._world = strategy.root_device, trainer.world_size
+        over = getattr(strategy, "parameter_groups", ())
+        self._layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
+        #: by the names they have without wrappers; a tied one once
+        self._named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
+        self._order = list(dict.fromkeys(self._layout.parameter(value).groups for value in self._named.values()))
+        self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0
+        sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+        #: ranks that share one batch (tensor parallel) count it once
+        self._share = sampler.get("num_replicas", self._world) / self._world
+        plugin = trainer.precision_plugin
+        #: what FP8 does in this run, if anything
+        self.fp8 = plugin.engine.fp8 if isinstance(plugin, PlanBase) and plugin.engine is not None else None
+        self.begin()
+
+    def begin(self) -> None:
+        """A step that is to be measured begins."""
+        self._losses: list[Tensor] = []
+        self._seen: set[int] = set()
+        self._before: dict[object, Shard] = {}
+        #: by kind of weights, where one in half precision is to move
+        self._moves: dict[object, Tensor] = {}
+        self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
+        self._sums = SquareSums(self._device, self._order)
+        if self.fp8 is not None:
+            self.fp8.watch.begin(self.fp8.converted, self._device)
+        #: of the first group of the first optimizer that stepped
+        self.lr: Number | None = None
+
+    def add_loss(self, loss: Tensor, source: ScaleSource | None) -> None:
+        """A backward pass starts from ``loss``, which the precision plugin has scaled by now."""
+        loss = loss.detach().float().sum()
+        scale = None if source is None or isinstance(source, DeepSpeedSource) else source.scale()
+        self._losses.append(loss if scale is None else loss / scale.scale)
+
+    def loss_is_bad(self) -> bool:
+        """Whether a loss of the step at hand is not finite on this rank; a device sync."""
+        return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer, source: ScaleSource | None, lr_factor: float) -> None:
+        """Measure the unscaled gradients that ``optimizer`` is about to use, and the weights before the first step.
+
+        Of an optimizer that steps several times in a batch the first step counts.
+        """
+        parameters = self._trained
+        if not self._seen:
+            # Lightning's stand-in for no optimizer has no groups
+            lr = next((group["lr"] for group in optimizer.param_groups), None)
+            self.lr = None if lr is None else lr * lr_factor  # Adafactor may have its own
+            self._before = copied(self._parameters())
+            self._sums.add(list(self._before.values()), _BEFORE)
+        if not self._layout.zero:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - self._seen
+            parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
+        elif self._seen:
+            return
+        self._seen.update(map(id, parameters.values()))
+        self._note_moves(optimizer, parameters.values())
+        shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
+        # torch's scaler leaves unscaling to a fused optimizer, as under stock Lightning
+        scaled = self._layout.zero or (isinstance(source, StockSource) and takes_flag(optimizer))
+        scale = source.scale() if source and scaled else None
+        self._sums.add(shards, metric_names.GRAD_NORM, divisor=None if scale is None else scale.scale)
+
+    def _note_moves(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
+        """Note which half-precision weights ``optimizer`` is to move: those whose gradient and rate are not 0.
+
+        Under ZeRO, whose gradients are not where its weights are, nothing is noted, nor of an optimizer that rounds
+        stochastically (torchao), or keeps fp32 masters (Apex) or a Kahan compensation (optimi).
+        """
+        own = getattr(optimizer, "optimizer", optimizer)
+        names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
+        if self._layout.zero or any(getattr(own, name, None) or own.defaults.get(name) for name in names):
+            return
+        rates = [(group["lr"], group["params"]) for group in optimizer.param_groups]
+        # a rate on the device is not read; Adafactor may have none
+        still = {id(p) for rate, members in rates if isinstance(rate, float | int) and rate == 0 for p in members}
+        moving = {id(parameter) for parameter in parameters} - still
+        half = [parameter for parameter in self._trained.values() if parameter.dtype in HALF]
+        moves: list[Tensor] = []
+        for parameter in half:
+            gradient = sample(self._layout.gradient(parameter).tensor)
+            moves.append(gradient != 0)
+            if not gradient.numel() or id(parameter) not in moving:
+                moves[-1] = torch.zeros_like(sample(self._layout.parameter(parameter).tensor), dtype=torch.bool)
+        for kind, shard in copied(map(self._layout.parameter, half), moves).items():
+            self._moves[kind] = self._moves[kind] | shard.tensor if kind in self._moves else shard.tensor
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Measure the parameters as they are now, how far the step has moved them, and how many it was to move."""
+        shards = self._parameters()
+        now = copied(shards)
+        for kind, moves in self._moves.items():
+            lost = (now[kind].tensor == self._before[kind].tensor) & moves
+            self._sums.count(now[kind].groups, _LOST, lost.sum().float())
+            self._sums.count(now[kind].groups, _MOVED, moves.sum().float())
+        for kind, shard in now.items():
+            shard.tensor.sub_(self._before[kind].tensor)
+        self._sums.add(list(now.values()), _CHANGE)
+        self._sums.add(shards, metric_names.PARAM_NORM)
+        self._before, self._moves = {}, {}
+
+    def take(self, done: Processed | None = None) -> Measured:
+        """What was measured since the last call, the same on every rank: for :meth:`derived`, once it is on the host.
+
+        ``done`` is what this rank has processed since the last reading; without it, memory is not measured.
+        """
+        norms, self._sums = self._sums.norms(), SquareSums(self._device, self._order)
+        loss = torch.stack(self._losses).sum() if self._losses else None
+        if loss is not None and self._accumulates:
+            loss = loss * (self._accumulates / len(self._losses))
+        values: Measured = dict.fromkeys((*_ADDED, *_LARGEST)) | {metric_names.LOSS: loss}
+        if done is not None:
+            values |= done | dict(zip(_LARGEST[1:], memory(self._device), strict=True))
+        if self._world > 1:
+            for names, op in ((_ADDED, dist.ReduceOp.SUM), (_LARGEST, dist.ReduceOp.MAX)):
+                values.update(zip(names, self._reduced([values[name] for name in names], op), strict=True))
+            values[metric_names.LOSS] = None if loss is None else values[metric_names.LOSS]
+        return norms | values
+
+    def _reduced(self, mine: Sequence[Number | None], op: Any) -> list[Number | None]:
+        """Over all ranks; NaN where one does not know."""
+        known = [math.nan if value is None or isinstance(value, Tensor) else float(value) for value in mine]
+        row = torch.tensor(known, dtype=torch.float32)
+        if self._device.type == "cuda":
+            row = row.pin_memory()  # else the copy waits for the device
+        row = row.to(self._device, non_blocking=True)
+        for place, value in enumerate(mine):
+            if isinstance(value, Tensor):
+                row[place] = value
+        dist.all_reduce(row, op=op)
+        return list(row)
+
+    def derived(self, read: Values) -> Values:
+        """The values of a step, from what :meth:`take` gave, on the host."""
+        found = {name: None if value is None or math.isnan(value) else value for name, value in read.items()}
+        values = {**read, **{name: found.get(name) for name in (*_ADDED[1:], *_LARGEST)}}
+        if read.get(metric_names.LOSS) is not None:
+            values[metric_names.LOSS] = cast("float", read[metric_names.LOSS]) / self._world
+        seconds = values[SECONDS] = values[SECONDS] or None
+        for name in _ADDED[1:]:
+            amount, share = values[name], 1 / self._world if name == FLOPS else self._share
+            values[name] = None if amount is None or seconds is None else amount * share / seconds
+        change, before = values.pop(_CHANGE, None), values.pop(_BEFORE, None)
+        if change is not None and before:
+            values[metric_names.UPDATE_RATIO] = change / before
+        lost, moved = values.pop(_LOST, None), values.pop(_MOVED, None)
+        if lost is not None and moved:
+            values[metric_names.LOST_UPDATES] = lost / moved
+        return values
+
+    def _parameters(self) -> list[Shard]:
+        return [self._layout.parameter(parameter) for parameter in self._trained.values()]
+
+
+def memory(device: torch.device) -> tuple[float | None, float | None, float | None]:
+    """GiB in use, reserved by the allocator, and the peak in use, without a device sync; ``None`` where not counted.
+
+    On a CPU it is the process's resident memory, which includes code.
+    """
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return allocated / GIB, reserved / GIB, torch.cuda.max_memory_allocated(device) / GIB
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory() / GIB, torch.mps.driver_allocated_memory() / GIB, None
+    if device.type != "cpu" or sys.platform == "win32":
+        return None, None, None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of either
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    pages = Path("/proc/self/statm")  # only Linux tells what is resident now
+    resident = int(pages.read_text(encoding="ascii").split()[1]) if pages.exists() else None
+    return None if resident is None else resident * resource.getpagesize() / GIB, None, peak
+
+
+# ---------------------------------------------------------------------- shards
+
+
+class Shard(NamedTuple):
+    """A shard of a tensor (empty where this rank has none) and the process groups the tensor is split over."""
+
+    tensor: Tensor
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How parameters and gradients are stored: whole, as DTensors, as FSDP1's views, or with ``zero`` as ZeRO's shards.
+
+    Call it under ``torch.no_grad()``. ``whole`` are the groups over which *plain* tensors are sharded, as FSDP1's are;
+    ZeRO shards over all ranks. ``over`` are the groups of every tensor where that is the same for all, as for the
+    stages of a pipeline.
+    """
+
+    whole: Groups = ()
+    zero: bool = False
+    over: Groups = ()
+
+    def _groups(self, tensor: Tensor) -> Groups:
+        return self.over or shard_groups(tensor, self.whole)
+
+    def parameter(self, parameter: Tensor) -> Shard:
+        """This rank's shard of ``parameter``."""
+        if self.zero and compat.is_partitioned(parameter):
+            return Shard(compat.local_part(parameter), _everyone())
+        if is_remote(parameter):
+            return Shard(parameter.new_empty(0), self._groups(parameter))
+        shard = local(parameter)
+        return Shard(torch.view_as_real(shard) if shard.is_complex() else shard, self._groups(parameter))
+
+    def gradient(self, parameter: Tensor) -> Shard:
+        """This rank's shard of its gradient, with the same groups on every rank whether or not there is one."""
+        if parameter.grad is None:
+            shard = compat.local_gradient(parameter) if self.zero else None
+            if shard is not None:
+                return Shard(shard, _everyone())
+            return Shard(parameter.new_empty(0), self._groups(parameter))
+        gradient = cast("Any", parameter.grad)
+        if hasattr(gradient, "to_local") and any(kind.is_partial() for kind in gradient.placements):
+            # still to be summed over ranks: tensor parallel leaves such
+            gradient = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
+            return Shard(local(gradient), self._groups(gradient))
+        return Shard(gradients([parameter])[0], self._groups(gradient))
+
+
+def _everyone() -> Groups:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return () if group is None or group.size() == 1 else (group,)
+
+
+class SquareSums:
+    """Sums of squares by name, added over ranks in one all-reduce for each set of process groups.
+
+    ``order`` is that of the all-reduces, which has to be the same on every rank.
+    """
+
+    def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
+        self._device = device
+        self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
+        self._squared: set[str] = set()
+
+    def add(self, shards: Sequence[Shard], name: str, divisor: Number | None = None) -> None:
+        """Add the squares of ``shards`` (over ``divisor``); every rank adds shards with the same process groups."""
+        values = squares([shard.tensor for shard in shards], self._device)
+        if divisor is not None:
+            values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
+        for groups in dict.fromkeys(shard.groups for shard in shards):
+            places = [place for place, shard in enumerate(shards) if shard.groups == groups]
+            every = len(places) == len(shards)
+            self.count(groups, name, (values if every else torch.stack([values[place] for place in places])).sum())
+        self._squared.add(name)
+
+    def count(self, groups: Groups, name: str, value: Tensor) -> None:
+        """Add a number that is added up over ``groups`` as it is."""
+        sums = self._sums.setdefault(groups, {})
+        sums[name] = sums[name] + value if name in sums else value
+
+    def norms(self) -> dict[str, Tensor]:
+        """The 2-norm, or the count, under every name: fp32 scalars on the device."""
+        total: dict[str, Tensor] = {}
+        for groups, sums in self._sums.items():
+            if not sums:
+                continue
+            values = torch.stack(list(sums.values()))
+            for group in groups:
+                dist.all_reduce(values, group=group)
+            for name, value in zip(sums, values, strict=True):
+                total[name] = total[name] + value if name in total else value
+        return {name: value.sqrt() if name in self._squared else value for name, value in total.items()}
+
+
+Kind = tuple[Groups, torch.dtype, torch.device, int]
+
+
+def copied(shards: Iterable[Shard], pieces: Iterable[Tensor] | None = None) -> dict[object, Shard]:
+    """Copies of the parameters, or ``pieces`` of their shape, those of a kind behind each other in one tensor."""
+    found: dict[Kind, list[Tensor]] = {}
+    shards = list(shards)
+    for (tensor, groups), piece in zip(shards, pieces or (sample(one.tensor) for one in shards), strict=True):
+        found.setdefault((groups, tensor.dtype, tensor.device, piece.dim()), []).append(piece)
+    return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """All of a tensor, flat; of a large one :data:`PIECES` rows."""
+    flat = tensor.reshape(-1)
+    if flat.numel() <= PIECES * PIECE:
+        return flat
+    return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
+
+
+# ---------------------------------------------------------------------- the way to the host
+
+
+@dataclass(slots=True)
+class Sent:
+    """Values of which some are still on their way into ``host``: pinned memory, and its view by numpy."""
+
+    values: Read
+    shapes: dict[str, torch.Size]
+    host: tuple[Tensor, Any]
+    event: Any
+    then: Callable[[Read], object]
+    age: int = 0
+
+
+class ToHost:
+    """Copies what is on ``device`` into pinned memory, and hands it on in order once it is there.
+
+    On CUDA that is at most ``lag`` steps later, on ``ranks`` of more than one always so many, for all have to do the
+    same; on any other device it is at once.
+    """
+
+    def __init__(self, device: torch.device, ranks: int = 1, lag: int = LAG) -> None:
+        self._device, self._ranks, self._lag = device, ranks, lag
+        self._under_way: deque[Sent] = deque()
+        self._free: list[tuple[Tensor, Any]] = []
+
+    def send(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> None:
+        """Copy ``values``; :meth:`deliver` will call ``then`` with them, a table as lists."""
+        self._under_way.append(self._start(values, then))
+
+    def deliver(self, *, wait: bool = False) -> None:
+        """After every step: hand on what has arrived, or with ``wait`` everything."""
+        for sent in self._under_way:
+            sent.age += 1
+        while self._under_way:
+            sent = self._under_way[0]
+            if not (wait or sent.event is None or sent.age > self._lag or (self._ranks == 1 and sent.event.query())):
+                break
+            self._under_way.popleft()
+            sent.then(self._arrived(sent))
+
+    def read(self, values: Mapping[str, Number | None]) -> Read:
+        """``values`` at once: the one wait there is."""
+        return self._arrived(self._start(values, lambda _: None))
+
+    def _arrived(self, sent: Sent) -> Read:
+        if sent.event is not None:
+            sent.event.synchronize()
+        start, (_, numbers) = 0, sent.host
+        for name, shape in sent.shapes.items():
+            sent.values[name] = numbers[start : start + shape.numel()].reshape(shape).tolist()
+            start += shape.numel()
+        self._free.append(sent.host)
+        return sent.values
+
+    def _start(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> Sent:
+        kind = self._device.type
+        there = {n: v.detach() for n, v in values.items() if isinstance(v, Tensor) and v.device.type == kind}
+        known = {n: v if v is None or n in there else float(v) for n, v in values.items()}
+        columns = [value.reshape(-1).to(torch.float32) for value in there.values()]
+        host = self._buffer(sum(map(len, columns)))
+        event = None
+        if columns:
+            flat = torch.cat(columns)
+            host[0][: len(flat)].copy_(flat, non_blocking=kind == "cuda")  # whose event is awaited below
+            if kind == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(self._device))
+        return Sent(known, {name: value.shape for name, value in there.items()}, host, event, then)
+
+    def _buffer(self, size: int) -> tuple[Tensor, Any]:
+        """One of those that are free, if it is large enough."""
+        for place, (tensor, _) in enumerate(self._free):
+            if len(tensor) >= size:
+                return self._free.pop(place)
+        tensor = torch.empty(max(size, 64), dtype=torch.float32, pin_memory=self._device.type == "cuda")
+        return tensor, tensor.numpy()

@@ -1,1 +1,0 @@
-"""Monitoring: measurements, alerts, non-finite steps, the audit, the doctor, the report and the run's files."""

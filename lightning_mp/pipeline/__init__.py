@@ -1,0 +1,1 @@
+"""Pipeline parallelism under a plan."""

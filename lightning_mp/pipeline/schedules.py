@@ -1,0 +1,297 @@
+"""What runs a batch: torch's schedules, what the module gives for them, and the gradients that they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.errors import PlanError
+from lightning_mp.modules.remote import is_remote
+from lightning_mp.numerics.dtypes import floating_in, map_tensors, tensors_in
+from lightning_mp.pipeline.stages import Part
+
+
+class Kind(NamedTuple):
+    """A schedule of torch's, which one evaluates like it, and whether they run several stages on a rank."""
+
+    trains: Any
+    evaluates: Any
+    several: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Kind(pipelining.ScheduleGPipe, pipelining.ScheduleGPipe),
+    "1f1b": Kind(pipelining.Schedule1F1B, pipelining.ScheduleGPipe),
+    "interleaved_1f1b": Kind(pipelining.ScheduleInterleaved1F1B, pipelining.ScheduleLoopedBFS, True),
+}
+
+
+class WatchedStage(PipelineStage):
+    """A stage that knows when torch only wants to see shapes: it then runs module and loss on unset numbers."""
+
+    shapes_only = False
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_unset_numbers():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_unset_numbers():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_unset_numbers(self) -> Generator[None, None, None]:
+        before = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
+        drawn_from = [self.device] if self.device.type == "cuda" else []
+        self.shapes_only = True
+        try:  # what is unset may be nan, and what is dropped of it would be missing from the batch
+            with torch.autograd.set_detect_anomaly(False), torch.random.fork_rng(drawn_from):
+                yield
+        finally:
+            self.shapes_only = False
+            for buffer, value in before:  # a batch norm has seen what is no data
+                buffer.data.copy_(value)
+
+
+class Pipeline:
+    """Runs batches through the stages of one replica; every rank gets the mean loss.
+
+    Args:
+        module: the user's, which says what goes in, what comes out, and the loss.
+        kind: the schedules.
+        parts: the stages on this rank, by index.
+        count: stages in all, virtual ones included.
+        microbatches: pieces of a training batch.
+        group: the ranks of the pipeline, in the order of their stages; all must get the same batch.
+        device: where they compute.
+        context: around the loss, as around the stages: the plan's.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        kind: Kind,
+        parts: dict[int, Part],
+        *,
+        count: int,
+        microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        context: Callable[[], Any],
+    ) -> None:
+        self._module, self._kind, self._parts, self._count = module, kind, parts, count
+        self._microbatches, self._group, self._device, self._context = microbatches, group, device, context
+        self._scaled: Callable[[Tensor], Tensor] | None = None
+        self._shapes: list[torch.Size] | None = None
+        #: the epoch whose first batch was compared, and whether it was one to train on
+        self._compared: tuple[int, bool] | None = None
+        self._targets: Sequence[Any] = ()
+        self._losses: list[Tensor] = []
+        self._made: dict[Any, Any] = {}
+
+    def batch(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs and target of a batch, for which the stages are set to train or to evaluate as the module is.
+
+        Raises:
+            PlanError: they are no tensors with rows, the rows do not divide, or the stages got different batches.
+        """
+        for part in self._parts.values():
+            part.train_own(self._module.training)
+        pair = cast("Any", self._module).pipeline_batch(batch)
+        if not isinstance(pair, tuple) or len(cast("tuple[Any, ...]", pair)) != 2:
+            raise refused(f"pipeline_batch, which returned {type(pair).__name__}", "return (inputs, target)")
+        inputs, target = cast("tuple[Any, Any]", pair)
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        tensors: list[Tensor] = [*tensors_in(inputs), *tensors_in(target)]
+        rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+        if len(rows) != 1 or not all(isinstance(one, Tensor) for one in inputs):
+            raise refused(
+                f"pipeline_batch with tensors of {' and '.join(map(str, sorted(rows)))} rows",
+                "give every tensor the rows of the batch, or keep what has none in the module",
+            )
+        if training:
+            self._check_shapes(rows.pop(), [tensor.shape for tensor in cast("tuple[Tensor, ...]", inputs)])
+        place = self._module.trainer.current_epoch, training
+        if self._compared != place:
+            self._compared = place
+            self._check_alike(tensors)
+        return inputs, target
+
+    def _check_shapes(self, rows: int, shapes: list[torch.Size]) -> None:
+        if rows % self._microbatches:
+            raise refused(
+                f"a batch of {rows} rows with microbatches={self._microbatches}",
+                f"use a batch size that is a multiple of {self._microbatches}, with drop_last=True",
+            )
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            given = f"a batch of shape {[*map(tuple, shapes)]} after batches of {[*map(tuple, self._shapes)]}"
+            raise refused(given, "pad to one length, and use DataLoader(drop_last=True)")
+
+    def _check_alike(self, tensors: list[Tensor]) -> None:
+        """Compare two sums of each tensor over the stages, with a device sync: all ranks of a replica refuse."""
+        sums: list[Tensor] = []
+        for tensor in tensors:
+            numbers = tensor.detach().flatten().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
+            weights = torch.arange(1, len(numbers) + 1, device=numbers.device, dtype=numbers.dtype)
+            sums += [numbers.sum(), (numbers * weights).sum()]
+        own = torch.nan_to_num(torch.stack(sums))
+        extremes = torch.cat([own, -own])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        highest, lowest = extremes.chunk(2)
+        if not torch.equal(highest, -lowest):
+            raise refused(
+                "other batches on one stage than on another",
+                "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank of "
+                "trainer.strategy.distributed_sampler_kwargs",
+            )
+
+    def train(self, inputs: tuple[Tensor, ...], target: Any, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank.
+
+        Raises:
+            PlanError: the loss or a stage used a parameter of another stage, whose numbers are not here.
+        """
+        self._scaled = scaled
+        loss = self._run(inputs, target, self._microbatches, "step")
+        for name, parameter in self._module.named_parameters():
+            if is_remote(parameter) and parameter.grad is not None:
+                raise refused(
+                    f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds",
+                    "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'",
+                )
+        return loss
+
+    def evaluate(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        """Forward alone; the mean loss, on every rank; in one piece where the batch cannot be split evenly."""
+        self._scaled = None
+        number = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
+        return self._run(inputs, target, number, "eval")
+
+    def _run(self, inputs: tuple[Tensor, ...], target: Any, number: int, how: str) -> Tensor:
+        # stages hand on the gradients that those need which are trained
+        trained = tuple(parameter.requires_grad for parameter in self._module.parameters())
+        key = how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs), trained
+        if key not in self._made:
+            self._made[key] = self._schedule(number, how)
+        last = self._count - 1 in self._parts
+        self._targets = [map_tensors(target, lambda one, at=at: one.chunk(number)[at]) for at in range(number)]
+        self._losses = []
+        places = {"target": torch.arange(number)} if last else {}
+        getattr(self._made[key], how)(*(inputs if 0 in self._parts else ()), **places, return_outputs=False)
+        self._targets = ()
+        mean = torch.zeros((), dtype=torch.float32, device=self._device)
+        if last:
+            mean = torch.stack(self._losses).mean().to(mean)
+        dist.broadcast(mean, group_src=self._group.size() - 1, group=self._group)
+        return mean
+
+    def _schedule(self, number: int, how: str) -> Any:
+        stages = [
+            WatchedStage(part, index, self._count, self._device, group=self._group)
+            for index, part in self._parts.items()
+        ]
+        # the loss is divided before it is scaled: a loss scale times a sum overflows sooner than times a mean
+        return (self._kind.trains if how == "step" else self._kind.evaluates)(
+            stages if self._kind.several else stages[0],
+            number,
+            loss_fn=partial(self._loss_of, stages[-1]),
+            scale_grads=False,
+        )
+
+    def _loss_of(self, stage: WatchedStage, output: Any, place: Tensor) -> Tensor:
+        if stage.shapes_only:  # a loss of every number of the output
+            return torch.stack([one.float().square().sum() for one in floating_in(output)]).sum()
+        with self._context():
+            loss = cast("Any", self._module).pipeline_loss(output, self._targets[int(place)])
+        trains = any(one.requires_grad for one in tensors_in(output))
+        if not isinstance(loss, Tensor) or loss.ndim or (trains and not loss.requires_grad):
+            what = tuple(loss.shape) if isinstance(loss, Tensor) and loss.ndim else type(loss).__name__
+            raise refused(
+                f"pipeline_loss, which returned {what}",
+                "return the mean over the rows of the micro-batch, computed from the output without detach() or item()",
+            )
+        self._losses.append(loss.detach())
+        return loss if self._scaled is None else self._scaled(loss)
+
+
+class StashedGradients:
+    """Holds the gradients that a schedule left, while Lightning's loop sets all to zero between step and backward.
+
+    Args:
+        parameters: those of the stages on this rank.
+        sharded: FSDP2 reduces the gradients of a batch at its end, before they are added to those of earlier batches.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, sharded: bool) -> None:
+        self._parameters, self._sharded = parameters, sharded
+        self._gradients: list[Tensor | None] = []
+
+    @contextmanager
+    def stashing(self, *, afresh: bool) -> Generator[None, None, None]:
+        """Around the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds.
+
+        Afresh, the last step's gradients go before Lightning sets them to zero: both at once would take twice the room.
+        Afterwards gradients are as before, or None where they are part of what was stashed.
+        """
+        before = [None if afresh else parameter.grad for parameter in self._parameters]
+        if afresh or self._sharded:
+            for parameter in self._parameters:
+                parameter.grad = None
+        yield
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = gradient if self._sharded else None
+
+    @contextmanager
+    def untouched(self) -> Generator[None, None, None]:
+        """Around an evaluation inside an accumulation window: a new schedule of torch's drops the shards' gradients."""
+        before = [parameter.grad for parameter in self._parameters]
+        yield
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def loss(self, value: Tensor) -> Tensor:
+        """``value``, with a backward pass that restores the stashed gradients."""
+        leaf = value.detach().clone().requires_grad_()
+        leaf.register_hook(self._restore)
+        return leaf
+
+    def _restore(self, _gradient: Tensor) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._gradients = [None] * len(self._parameters)
+
+
+@torch.no_grad()
+def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Average the gradients of trained ``parameters`` over the replicas of their stage, in ``dtype``, as DDP does.
+
+    Raises:
+        PlanError: one has no gradient.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
+    found = [gradient for gradient in gradients if gradient is not None]
+    if len(found) < len(gradients):
+        given = "a trained parameter without a gradient, on replicas of a pipeline"
+        raise refused(given, "freeze what is not used, or use data_parallel_size=1")
+    if found:
+        flat = torch.cat([gradient.to(dtype).flatten() for gradient in found])
+        dist.all_reduce(flat.div_(group.size()), group=group)
+        for gradient, piece in zip(found, flat.split([one.numel() for one in found]), strict=True):
+            gradient.copy_(piece.view_as(gradient))
+
+
+def refused(given: str, fix: str) -> PlanError:
+    """The error of a batch, or of what the module made of it."""
+    return PlanError.of(given, fix, "strategy")

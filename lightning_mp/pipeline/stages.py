@@ -1,0 +1,210 @@
+"""The stages of a module: which parameter belongs to which, why a module cannot be cut, and how a stage is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.errors import Faults
+from lightning_mp.fsdp2.units import Units, cannot_initialise, units
+from lightning_mp.plan.engine import StepEngine
+
+#: makes stage ``index`` of ``count`` out of the module's own submodules
+MakeStage = Callable[[int, int], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a module is cut: what makes a stage, and the stage of each parameter and buffer that is in one, by name."""
+
+    make: MakeStage
+    homes: dict[str, int]
+
+
+def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
+    """The module's own ``pipeline_stage``, or what does the same for the one transformers model in it."""
+    own: Any = getattr(module, "pipeline_stage", None)
+    if own is not None:
+        return cast("MakeStage", own)
+    found = [(part, shape) for part in module.modules() if (shape := _shape(part)) is not None]
+    if len(found) != 1:
+        faults.add(
+            f"{type(module).__name__} without pipeline_stage(index, count), and with {len(found)} models that are cut "
+            "without it",
+            fix=f"define pipeline_stage(self, index, count), or use one of {', '.join(_SHAPES)}",
+        )
+        return None
+    model, shape = found[0]
+    layers = len(getattr(getattr(model, shape.body), shape.layers))
+    if count > layers:
+        faults.add(
+            f"{count} stages of {type(model).__name__}, which has {layers} layers",
+            fix=f"use at most {layers} stages, those that one process holds counted in",
+        )
+        return None
+    return partial(_stage, model, shape)
+
+
+def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
+    """Where each parameter goes; notes what is tied across stages, what is in none, and what is not the module's."""
+    beside = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
+    wrapped = [one for one in module.modules() if isinstance(one, beside) or type(one).__name__ == "DeepSpeedEngine"]
+    if wrapped or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        faults.add(
+            "a module that is sharded or wrapped already cannot be cut into pipeline stages",
+            fix="leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
+        )
+    cannot_initialise(module, faults)
+    make = None if faults.found else _maker(module, count, faults)
+    if make is None:
+        return None
+    held: dict[int, list[int]] = {}
+    known = {id(parameter) for parameter in module.parameters()}
+    for index in range(count):
+        stage = make(index, count)
+        if any(id(parameter) not in known for parameter in stage.parameters()):
+            faults.add(
+                f"pipeline_stage({index}, {count}) has a parameter which is not the module's own",
+                fix="use the module's submodules, not copies or new ones, so that checkpoints keep its names",
+            )
+        for tensor in (*stage.parameters(), *stage.buffers()):
+            held.setdefault(id(tensor), []).append(index)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        where = held.get(id(parameter), [])
+        if len(where) > 1:
+            faults.add(
+                f"{name!r} is in the stages {' and '.join(map(str, where))}, as tied embeddings are",
+                fix="untie them (transformers: tie_word_embeddings=False), or use strategy='mp_fsdp2'",
+            )
+        elif not where and parameter.requires_grad:
+            faults.add(
+                f"{name!r} is trained, and in none of the {count} stages",
+                fix="put its module into the stage that uses it, or freeze it",
+            )
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return Cut(make, {name: held[id(tensor)][0] for name, tensor in named if id(tensor) in held})
+
+
+class Part(nn.Module):
+    """One stage of ``module`` on this rank, run as the plan says: forward under autocast, backward outside of it."""
+
+    def __init__(self, stage: nn.Module, module: nn.Module, context: Callable[[], Any]) -> None:
+        super().__init__()
+        self.stage, self._context = stage, context
+        others = set(map(id, module.modules()))
+        self._own = [one for one in self.modules() if id(one) not in others]
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the stage makes of the inputs."""
+        with self._context():
+            return self.stage(*inputs)
+
+    def train_own(self, mode: bool) -> None:
+        """Train or evaluate what only the stage has, of which the module does not know."""
+        for one in self._own:
+            one.training = mode
+
+
+def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
+    """How a stage is cut into shard units; notes what cannot be."""
+    inside = set(map(id, stage.modules()))
+    members = tuple(member for member in engine.pin_map.members if id(member.module) in inside)
+    declared = tuple(one for one in engine.pin_map.declared if id(one.module) in inside)
+    pins = replace(engine.pin_map, members=members, declared=declared)
+    return units(stage, None, pins, engine.stored_dtypes(), faults, together=engine.policy.storage_dtype)
+
+
+# ------------------------------------------------------------------ transformers' decoders
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Where a decoder keeps its parts."""
+
+    body: str
+    layers: str
+    #: only in the first stage, and what takes their place elsewhere
+    first: tuple[str, ...]
+    last: str
+
+
+_LLAMA = _Shape("model", "layers", ("embed_tokens",), "norm")
+#: the classes whose forward was compared, stage by stage, with the whole: others share layers, …
+_SHAPES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "GPT2LMHeadModel": _Shape("transformer", "h", ("wte", "wpe", "drop"), "ln_f"),
+}
+
+
+class _Nothing(nn.Module):
+    """In place of position embeddings after the first stage: they were added there."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+class DecoderStage(nn.Module):
+    """Takes token ids in the first stage and hidden states after it; gives hidden states, in the last stage logits.
+
+    An attention mask may come with the ids: it is handed on from stage to stage.
+    """
+
+    def __init__(self, model: nn.Module, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._first, self._last = first, last
+
+    def forward(self, tokens_or_hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
+        """Ids (rows, length) or hidden states (rows, length, width), and the mask (rows, length) if there is one."""
+        given = {"input_ids" if self._first else "inputs_embeds": tokens_or_hidden, "attention_mask": attention_mask}
+        output = self.model(**given, use_cache=False).logits
+        return output if self._last or attention_mask is None else (output, attention_mask)
+
+
+def _shape(module: nn.Module) -> _Shape | None:
+    kind = next((kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")), None)
+    return None if kind is None else _SHAPES.get(kind.__name__)
+
+
+def _stage(model: nn.Module, shape: _Shape, index: int, count: int) -> nn.Module:
+    """Stage ``index`` of ``count``, made of ``model``'s own submodules; earlier stages get the layers left over."""
+    body = cast("nn.Module", getattr(model, shape.body))
+    named = list(cast("nn.ModuleList", getattr(body, shape.layers)).named_children())
+    size, over = divmod(len(named), count)
+    begin = index * size + min(index, over)
+    chosen = slice(begin, begin + size + (index < over))
+    first, last = index == 0, index == count - 1
+    layers = nn.ModuleList()
+    for name, layer in named[chosen]:
+        layers.add_module(name, layer)
+    kept: dict[str, nn.Module] = {shape.layers: layers}
+    if not first:
+        kept |= {name: _Nothing() if name == "wpe" else nn.Identity() for name in shape.first}
+    if not last:
+        kept |= {shape.last: nn.Identity()}
+    kinds: Any = getattr(body.config, "layer_types", None)
+    # a layer's kind of attention is found by its place in the list
+    own = copy(body.config)
+    vars(own).update({"layer_types": kinds[chosen]} if kinds else {})
+    pruned = {shape.body: _with(body, kept, own), **({} if last else {"lm_head": nn.Identity()})}
+    return DecoderStage(_with(model, pruned, model.config), first=first, last=last)
+
+
+def _with(module: nn.Module, parts: dict[str, nn.Module], config: Any) -> nn.Module:
+    """The same module, of the same class, with other submodules and config; everything else is shared."""
+    changed = copy(module)
+    vars(changed).update(_modules={**vars(module)["_modules"], **parts}, config=config)
+    return changed

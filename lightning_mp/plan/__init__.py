@@ -1,0 +1,1 @@
+"""A plan, and what carries it out in a run."""

@@ -1,0 +1,464 @@
+"""One optimizer step under a policy, whatever shards it: the methods are in the order in which they are called."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mp.compat.lightning import rank_zero_info
+from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_state
+from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.modules import checkpointing, declared, first_step, fp8, pins, sync_batchnorm
+from lightning_mp.numerics import grads
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.plan import diagnosis, optimizer_facts
+from lightning_mp.plan.diagnosis import AT_MIN, BAD_LOSS, Verdict
+from lightning_mp.policy import PrecisionPolicy
+
+#: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
+Replay = Callable[[], Tensor | None] | None
+_NOTHING = nullcontext()
+
+
+class _HeldError(Exception):
+    """Breaks off an optimizer's step from within its closure."""
+
+
+class StepEngine(ABC):
+    """Carries a policy out on one kind of strategy; what differs between kinds is in its three subclasses."""
+
+    #: which process holds what, for people
+    holds: ClassVar[str]
+    #: whether the strategy's own engine runs backward, by ``backward``
+    runs_backward: ClassVar[bool] = False
+    #: whether the optimizer may be given a closure (LBFGS, SAM and its kind)
+    gives_closure: ClassVar[bool] = True
+    #: where optimizers that are known to evaluate it again are refused before the run, loss scale or not
+    evaluates_once: ClassVar[str] = ""
+    #: where optimizers do not step whole parameters: what they step instead, and the words for it
+    steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
+    #: by ``id``, names of the fp32 weights that are gathered in half precision
+    halves: Mapping[int, str] = MappingProxyType({})
+    #: around hooks in which users may look at gradients
+    hook_watch: AbstractContextManager[Any] = _NOTHING
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        *,
+        device: torch.device,
+        scaler: LossScaler,
+        distributed: bool,
+        global_step: Callable[[], int],
+    ) -> None:
+        self.policy, self.device, self.scaler = policy, device, scaler
+        scaler.checks = scaler.enabled or policy.nonfinite.action != "ignore"
+        self.distributed, self._global_step = distributed, global_step
+        #: gradients are unscaled after each backward pass, for users who clip and step by hand
+        self.manual = False
+        self.optimizers: list[Optimizer] = []
+        #: gradients came in since the last step
+        self.pending = False
+        #: the global gradient norm of the last clipping, before it, on the device
+        self.last_norm: Tensor | None = None
+        #: is told why the run has to end, and acts on it after the batch; ``None`` where the step has to raise
+        self.report: Callable[[Verdict], object] | None = None
+        #: the batch norms that take their statistics over all ranks
+        self.synced: list[nn.Module] = []
+        #: what runs in FP8, and what does not
+        self.fp8: fp8.Conversion | None = None
+        #: the methods whose first call was watched
+        self._watched: set[str] = set()
+        self._module: nn.Module | None = None
+        #: which pin covers which module; known after ``check``
+        self.pin_map = pins.PinMap((), ())
+        self._places: pins.Places | None = None
+        #: the modules that recompute their activations; known after ``check``
+        self.recomputed: list[nn.Module] = []
+        self._applied = ExitStack()
+        self._loss: Tensor | None = None
+        self._announced = False
+        #: undoes the hooks and patches that ``connect`` installs
+        self._connected = ExitStack()
+        #: the number of steps after which the budget can first be spent
+        self._next_check = 0
+        #: of each parameter, whether it is trained
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+
+    # ------------------------------------------------------------------ the module
+
+    def check(self, module: nn.Module, faults: Faults) -> None:
+        """Note what in ``module`` the policy cannot be carried out on; change nothing."""
+        self._module = module
+        self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
+        if self.policy.fp8 is not None:
+            pinned = [member.module for member in self.pin_map.members]
+            self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
+        self.manual = not getattr(module, "automatic_optimization", True)
+        if self.pin_map.members:
+            pins.check_attention(module, self.pin_map, self.policy.compute_dtype, faults)
+        self._check_lstms(module, faults)
+        if self.policy.checkpointing is not None:
+            self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
+
+    def _check_lstms(self, module: nn.Module, faults: Faults) -> None:
+        """OneDNN, which autocast uses, has no half-precision LSTM for a CPU without such products, nor a word of it."""
+        dtype = self.policy.compute_dtype
+        if self.device.type != "cpu" or dtype == self.policy.storage_dtype or cpu_has(to_torch(dtype)):
+            return
+        pinned = {id(member.module) for member in self.pin_map.members}
+        named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]
+        if named:
+            faults.add(
+                f"nn.LSTM {named[0]!r} in {dtype} on this CPU, whose oneDNN has none",
+                fix="pin it: pins={'LSTM': 'fp32'}",
+            )
+
+    def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
+        """A function from a parameter of the checked module to the dtype it will be stored in."""
+        assert self._module is not None
+        other = to_torch(self.policy.storage_dtype)
+        own = pins.kept_dtypes(self._module, other)
+        pinned = {key: to_torch(dtype) for key, dtype in self.pin_map.dtypes().items()}
+        return lambda parameter: pinned.get(id(parameter)) or own.get(id(parameter), other)
+
+    def fp32_names(self) -> dict[str, list[str]]:
+        """By half format, the names of weights that stay fp32 where the rest is cast to it: pinned, or declared."""
+        assert self._module is not None
+        return declared.fp32_names(self._module, {one.module: one.pin.dtype for one in self.pin_map.members})
+
+    def prepare(self, module: nn.Module) -> None:
+        """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
+        policy = self.policy
+        covered = {id(member.module) for member in self.pin_map.members}
+        pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
+        fp32 = [(one.tensor, one.tensor.data.float()) for one in self.pin_map.declared]
+        pins.cast_unpinned((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
+        for tensor, values in fp32:
+            if tensor.dtype != torch.float32:
+                tensor.data, tensor.grad = values, None
+        if self.synced:
+            sync_batchnorm.apply(self.synced)
+        if self.fp8 is not None:
+            self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
+        self._pin()
+        if policy.checkpointing is not None:
+            self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
+
+    def _pin(self) -> None:
+        mixed, compute = self.policy.mixed, to_torch(self.policy.compute_dtype)
+        pins.apply(self.pin_map, mixed=mixed, compute_dtype=compute, device_type=self.device.type)
+
+    def _pin_again(self, module: nn.Module) -> None:
+        """Pin what was put in place of pinned modules in the run.
+
+        Raises:
+            PlanError: on several devices, where gradients of it are not summed and nothing shards it.
+        """
+        with Faults() as faults:
+            self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
+        new = [one for one in self.pin_map.members if not pins.is_pinned(one.module) and list(one.module.parameters())]
+        if new and self.distributed:
+            raise PlanError.of(
+                f"{new[0].name!r}, pinned to {new[0].pin.dtype} ({new[0].pin.pattern!r}), was replaced in the run",
+                "replace it before trainer.fit(), or in configure_model",
+            )
+        self._pin()
+        self._places = pins.Places(module, self.pin_map)
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
+        """Note which optimizers cannot step under the policy."""
+        for optimizer in optimizers:
+            once = self.scaler.enabled or self.evaluates_once
+            if once and optimizer_facts.is_known_to_evaluate_again(optimizer):
+                faults.extend([self._again(optimizer)])
+            else:
+                for shards, where in self.steps:
+                    optimizer_facts.check_shards(optimizer, shards, where, faults)
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers, and the model as the strategy wrapped it.
+
+        Raises:
+            PlanError: an optimizer cannot step under the policy.
+        """
+        with Faults() as faults:
+            self.check_optimizers(optimizers, faults)
+        self.optimizers = list(optimizers)
+        self._connected.close()
+        self.scaler.place(self.device)
+        self.scaler.forget()
+        if self.scaler.enabled:
+            self.scaler.within_run = True
+            for optimizer in filter(has_step_hooks, self.optimizers):
+                self._connected.callback(optimizer.register_step_pre_hook(self._refuse_untracked).remove)
+        self.scaler.sync = max_over_ranks_ if self.distributed else None
+        self._next_check = 0
+        self._parameters = [] if self._module is None else list(self._module.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._places = None if self._module is None else pins.Places(self._module, self.pin_map)
+
+    def release(self) -> None:
+        """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
+        self._applied.close()
+        if self.fp8 is not None:
+            self.fp8.undo()
+        sync_batchnorm.remove(self.synced)
+        self.synced = []
+        if self.scaler.enabled:
+            self.scaler.within_run = False
+        self._connected.close()
+        self._module, self._loss = None, None
+        self.pin_map, self._places, self.recomputed = pins.PinMap((), ()), None, []
+        self.optimizers, self.pending = [], False
+        self._parameters, self._trained = [], []
+
+    # ------------------------------------------------------------------ the step
+
+    def training_step(self) -> AbstractContextManager[Any]:
+        """Around ``training_step``, after a look at which parameters were frozen or unfrozen, and modules replaced.
+
+        The first is watched: whatever computes with a pinned weight outside of its module is refused.
+        """
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained:
+            self._trained = trained
+            self.on_trained_changed()
+        if self._module is not None and self._places is not None and self._places.changed():
+            self._pin_again(self._module)
+        return self.first_step("training_step")
+
+    def first_step(self, method: str) -> AbstractContextManager[Any]:
+        """Around a step: the first of ``method`` is watched, unless the first of training was."""
+        if self._module is None or not self._watched.isdisjoint(("training_step", method)):
+            return _NOTHING
+        self._watched.add(method)
+        return self._first_step(self._module)
+
+    def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
+        halves = self.halves if "training_step" in self._watched else {}
+        return first_step.watched(module, self.pin_map, self.policy.compute_dtype, halves)
+
+    def on_trained_changed(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
+        """Parameters were frozen or unfrozen since the last step."""
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """The loss to run backward on: times the scale where there is one.
+
+        Not where no optimizer of the run is to step, as where a module adapts itself in ``test_step``.
+        """
+        self.pending, self._loss = True, loss.detach()
+        if self.manual:
+            self.scaler.multiply_back_(self.optimizers)
+        return self.scaler.scale(loss) if self.scaler.enabled and self.optimizers else loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward, where ``runs_backward``."""
+        raise NotImplementedError
+
+    def after_backward(self) -> None:
+        """Under manual optimization gradients are unscaled at once: users clip them before they step."""
+        if self.manual:
+            self.scaler.divide_(self.optimizers)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring gradients unscaled and find out, in the same pass, whether they are finite on this rank."""
+        scaler = self.scaler
+        if scaler.enabled and scaler.stepped(optimizer):  # it steps again: what came before was a group of its own
+            scaler.update()
+        scaler.check_finite_(optimizer)
+
+    def check_finite_again(self, optimizer: Optimizer) -> None:
+        """Check again after the user's hooks, which may have changed the gradients."""
+        self.scaler.check_finite_(optimizer)
+
+    @abstractmethod
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Clip by the global 2-norm, in fp32, and note it."""
+
+    def clip_value(self, optimizer: Optimizer, value: float) -> None:
+        """Clip every entry to ``[-value, value]``; checked first, since that makes infinite entries finite."""
+        self.scaler.check_finite_(optimizer)
+        held = [parameter for parameter in grads.parameters_of(optimizer) if parameter.grad is not None]
+        if held:  # a pipeline's stage may be frozen, of which torch's function makes an error
+            torch.nn.utils.clip_grad_value_(held, value)
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step the optimizer, or leave everything as it was if a gradient was not finite on some rank.
+
+        Returns what the optimizer returned, ``None`` where the host knows of a skip.
+        """
+        with self.around_update(optimizer):
+            result = self.scaler.step_checked(optimizer, **kwargs)
+        self.pending = False
+        return result
+
+    def around_update(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Around the optimizer's update alone, without a closure that it evaluates."""
+        return _NOTHING
+
+    def step_by_closure(
+        self, optimizer: Any, evaluate: Callable[[], Any], again: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Step an optimizer that is given its closure, or leave everything as it was.
+
+        ``evaluate`` runs when the optimizer asks, since it may have moved weights by then, and leaves checked
+        gradients; where one is not finite, or there is none, the step is broken off there. ``again`` is every later
+        evaluation. Under manual optimization gradients that are there already are checked before.
+
+        Raises:
+            PlanError: the optimizer had moved weights before a step that has to be broken off.
+        """
+        before, results, asked = optimizer_facts.sample(optimizer), list[Any](), False
+
+        def look() -> None:
+            results.append(evaluate())
+            if not (self.pending or self.manual) or self.scaler.must_hold(optimizer):
+                raise _HeldError
+
+        def closure() -> Any:
+            nonlocal asked
+            if asked:
+                return again()
+            asked = True
+            if not results:
+                look()
+            update.enter_context(self.around_update(optimizer))
+            return results[0]
+
+        stepping, self.scaler.stepping = self.scaler.stepping, True
+        try:
+            with ExitStack() as update:
+                if self.manual and self.pending:
+                    look()
+                returned = optimizer.step(closure=closure, **kwargs)
+        except _HeldError:
+            optimizer_facts.refuse_moved(optimizer, before)
+            return results[0]
+        finally:
+            self.scaler.stepping, self.pending = stepping, False
+        return next(iter(results), None) if returned is None else returned
+
+    def evaluates_again(self, optimizer: Optimizer) -> None:
+        """The optimizer asks for another evaluation in its step: its gradients are not checked.
+
+        Raises:
+            PlanError: under loss scaling.
+        """
+        if self.scaler.enabled:
+            raise PlanError([self._again(optimizer)])
+        if not self._announced:
+            self._announced = True
+            rank_zero_info(
+                f"{type(optimizer).__name__} evaluates its closure again within a step: only gradients of the first "
+                "evaluation are checked for non-finite values, further ones are applied as they are"
+            )
+
+    def _again(self, optimizer: Optimizer) -> Fault:
+        where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
+        instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
+        given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
+        return Fault(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
+
+    def _require_tracked(self, reduces: str) -> None:
+        """Refuse steps of a run that never called ``manual_backward``, in which alone ``reduces`` reduces gradients."""
+        if self._loss is None:
+            raise PlanError.of(
+                f"loss.backward() with {reduces}, which reduces gradients in self.manual_backward(loss) alone",
+                "write self.manual_backward(loss)",
+            )
+
+    def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse, under loss scaling, a step that the plan does not make: it would apply scaled gradients."""
+        if self.scaler.stepping or makes_optimizer_state():
+            return
+        raise PlanError.of(
+            f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "
+            f"precision={self.policy.precision!r}, whose gradients have to be unscaled and checked first",
+            "call super().optimizer_step(...), or optimizer.step() on that one",
+        )
+
+    def finish_step(self, replay: Replay) -> None:
+        """Adjust the scale once every optimizer of the group stepped, and look at the budget."""
+        scaler = self.scaler
+        if scaler.enabled and all(map(scaler.stepped, self.optimizers)):
+            scaler.update()
+        if scaler.attempts >= self._next_check:
+            self.check_budget(replay)
+
+    def close_group(self) -> None:
+        """``training_step`` is over: optimizers that did not step in it are not waited for."""
+        if self.scaler.group_open:  # asked of the scaler: a callback may have replaced the optimizers of the start
+            self.scaler.update()
+            self.check_budget(None)
+
+    # ------------------------------------------------------------------ the budget
+
+    def check_budget(self, replay: Replay) -> None:
+        """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
+        verdict = self.verdict()
+        if verdict is not None:
+            if self.report is None:
+                assert self._module is not None, "finish_step() before check()"
+                raise diagnosis.error(
+                    self._module,
+                    replay,
+                    verdict,
+                    step=self._global_step(),
+                    loss=self._loss,
+                    scale=self.loss_scale,
+                    distributed=self.distributed,
+                )
+            self.report(verdict)
+
+    def verdict(self) -> Verdict | None:
+        """Why the run has to end after the last step, if it has; a device sync, as late as the budget allows."""
+        rule, scaler = self.policy.nonfinite, self.scaler
+        if scaler.attempts < self._next_check:
+            return None
+        raises = rule.action == "raise"
+        if scaler.enabled and raises and scaler.step_skipped and self._loss_is_bad():
+            return BAD_LOSS
+        allowed = 0 if raises else rule.max_consecutive
+        streak = scaler.streak if scaler.checks else 0
+        if streak > allowed:
+            many = "a step" if streak == 1 else f"{streak} steps in a row"
+            return Verdict(f"{many} with non-finite gradients, {allowed} allowed")
+        if scaler.overflowed_at_min:
+            return AT_MIN
+        self._next_check = scaler.attempts + 1 + min(allowed - streak, scaler.backoffs_left())
+        return None
+
+    def _loss_is_bad(self) -> bool:
+        """Whether the loss, before it was scaled, is not finite on some rank; a device sync."""
+        if self._loss is None:
+            return False
+        bad = (~torch.isfinite(self._loss)).any().float()
+        if self.distributed:
+            max_over_ranks_(bad)
+        return bool(bad.item())
+
+    def reset_skip_streak(self) -> None:
+        """The skips so far count no more: the run was rewound."""
+        self.scaler.end_streak()
+        self._next_check = 0
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The loss scale, ``None`` without one; a device sync."""
+        return self.scaler.get_scale() if self.scaler.enabled else None
+
+
+def max_over_ranks_(flag: Tensor) -> None:
+    """Replace ``flag`` by its maximum over all ranks."""
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)

@@ -1,0 +1,208 @@
+"""On which devices and Lightning strategies a plan runs, with which engine, and what it refuses on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat.lightning import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    TorchSyncBatchNorm,
+    ddp_hooks,
+    layer_sync_of,
+    mesh_of,
+    rank_zero_info,
+)
+from lightning_mp.compat.torchao import emulates
+from lightning_mp.errors import Faults
+from lightning_mp.fsdp2.engine import ShardedEngine
+from lightning_mp.modules import sync_batchnorm
+from lightning_mp.modules.pins import PinMap
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, set_tf32, tf32_refusal, to_torch
+from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.engine import StepEngine
+from lightning_mp.policy import PrecisionPolicy, hardware
+
+_INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
+
+# ------------------------------------------------------------------ the device
+
+
+def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module) -> PrecisionPolicy:
+    """``policy`` with the precision that ``auto`` means for ``module`` on ``device``; the reason is logged."""
+    choice = hardware.choose(device, sum(parameter.numel() for parameter in module.parameters()))
+    rank_zero_info(f"precision 'auto' is {choice.precision!r}: {choice.reason}")
+    return replace(
+        policy,
+        precision=choice.precision,
+        tf32=policy.tf32 or choice.tf32,
+        loss_scaling=policy.loss_scaling if choice.precision.startswith("16") else None,
+    )
+
+
+def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Faults) -> None:
+    """Note why ``device`` cannot compute what the policy declares."""
+    emulate = policy.fp8 is not None and policy.fp8.anywhere
+    refused = hardware.refusal(device, policy.precision, emulate=emulate)
+    if refused is not None:
+        problem, allowed, fix = refused
+        faults.add(problem, allowed=allowed, fix=fix)
+    unsettable = tf32_refusal() if policy.tf32 is not None and device.tf32 else None
+    if unsettable is not None:
+        faults.add(unsettable[0], fix=unsettable[1])
+
+
+def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[], None] | None:
+    """Set TF32 as the policy says, where the device has it; what puts it back. What is slow there is said."""
+    if device.bf16 == "emulated" and policy.precision.startswith("bf16"):
+        rank_zero_info(f"bf16 is emulated on {device.name}: right, but no faster than fp32")
+    if policy.fp8 is not None and (device.type != "cuda" or emulates(policy.fp8.recipe, policy.fp8.emulate)):
+        needs = ": MXFP8 needs compute capability 10.0 (not 12.0), CUDA 12.8 and torchao's kernels"
+        needs = needs if policy.fp8.blocks and not policy.fp8.emulate else ""
+        rank_zero_info(f"fp8 on {device.name} is for checking, not for speed: it is slower than bf16 there{needs}")
+    if policy.tf32 is None:
+        return None
+    if device.tf32:
+        return set_tf32(policy.tf32)
+    rank_zero_info(f"tf32={policy.tf32!r} changes nothing on {device.name}: it has no TF32")
+    return None
+
+
+# ------------------------------------------------------------------ the strategy
+
+
+def engine_of(strategy: Strategy | None) -> type[StepEngine]:
+    """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
+    own = getattr(strategy, "plan_engine", None)
+    if own is not None:
+        return cast("type[StepEngine]", own)
+    return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
+
+
+def is_distributed(strategy: Strategy | None) -> bool:
+    """Whether several processes take part."""
+    return isinstance(strategy, ParallelStrategy) and strategy.world_size > 1
+
+
+def shards(strategy: Strategy | None) -> bool:
+    """Whether ``strategy`` lays the module out anew for each run."""
+    return engine_of(strategy) is not EagerEngine
+
+
+def describe(strategy: Strategy) -> str:
+    """The strategy's name, and what it does with parameters."""
+    world = getattr(strategy, "world_size", 1)
+    processes = "1 process" if world == 1 else f"{world} processes"
+    return f"{type(strategy).__name__}, {processes}: {engine_of(strategy).holds}"
+
+
+def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPolicy:
+    """``policy`` with what the strategy's own config says where the plan says nothing; a line tells of it."""
+    own = getattr(strategy, "completed", None)
+    whole = policy if own is None else cast("PrecisionPolicy", own(policy))
+    if whole != policy:
+        rank_zero_info(f"DeepSpeed config: loss_scaling={whole.loss_scaling!r} is the JSON's, the plan has none")
+    return whole
+
+
+def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
+    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can.
+
+    Returns what the strategy's own ``check_plan`` does; ``None`` where it has none.
+    """
+    policy = engine.policy
+    shards = isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy))
+    if policy.fp8 is not None and policy.fp8.all_gather and shards and not hasattr(strategy, "gathers_fp8"):
+        given = f"FP8(all_gather=True) with {type(strategy).__name__}, which gathers weights as they are stored"
+        faults.add(given, fix="leave out all_gather=True, or use strategy='mp_fsdp2'")
+    own, instead = getattr(strategy, "check_plan", None), None
+    if own is not None:
+        return own(engine, module, faults)
+    if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy by inheritance only
+        instead = _zero_name(strategy)
+    elif isinstance(strategy, FSDPStrategy):
+        instead = "mp_fsdp1"
+    elif isinstance(strategy, ModelParallelStrategy):
+        mesh = mesh_of(strategy)
+        replicas = 1 if mesh is None else mesh["data_parallel"].size()
+        check_users_sharding(module, policy, engine.pin_map, faults, replicas=replicas)
+    elif isinstance(strategy, DDPStrategy):
+        _check_hook(strategy, policy, faults)
+    elif not isinstance(strategy, SingleDeviceStrategy):
+        instead = "mp_ddp"
+    if instead is not None:
+        faults.add(f"strategy {type(strategy).__name__}", fix=f"use Trainer(strategy={instead!r})")
+    return None
+
+
+def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Module]:
+    """The batch norms that ``sync_batchnorm=True`` means; notes why they cannot be synchronized, if so."""
+    layer_sync = layer_sync_of(strategy)
+    if type(layer_sync) is not TorchSyncBatchNorm:  # none, or a class of the user's own
+        return []
+    mesh = mesh_of(strategy) if isinstance(strategy, ModelParallelStrategy) else None
+    if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names and mesh["tensor_parallel"].size() > 1:
+        given = "sync_batchnorm=True with tensor parallelism, whose ranks see the same batch"
+        faults.add(given, fix="leave tensor_parallel out, or sync_batchnorm=True")
+    if type(strategy) is DDPStrategy and strategy.root_device.type == "cpu":  # it has replaced them by now
+        given = "sync_batchnorm=True with Lightning's DDPStrategy on a CPU, where torch's SyncBatchNorm does not run"
+        faults.add(given, fix="use strategy='mp_ddp'")
+    return sync_batchnorm.select(module, faults)
+
+
+def _zero_name(strategy: DeepSpeedStrategy) -> str:
+    config = cast("Any", strategy.config)
+    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
+    offload = "_offload" if {"offload_optimizer", "offload_param"} & set(zero) else ""
+    return f"mp_deepspeed_zero{zero.get('stage') or 1}{offload}"
+
+
+def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
+    """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
+    hooks = [getattr(one, "__name__", str(one)) for one in ddp_hooks(strategy) if one is not None]
+    stored = {policy.storage_dtype, *(pin.dtype for pin in policy.pins)}
+    if hooks and (stored != {policy.reduce_dtype} or any("compress" in name for name in hooks)):
+        given = f"DDPStrategy(ddp_comm_hook={hooks[0]}) beside reduce_dtype={policy.reduce_dtype!r}"
+        faults.add(given, fix="remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype")
+
+
+# ------------------------------------------------------------------ a model that its user sharded
+
+
+def check_users_sharding(
+    module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults, *, replicas: int = 1
+) -> None:
+    """Note what ``configure_model``, or a run before, decided otherwise than the plan.
+
+    ``replicas`` is how many ranks have data of their own: between them every gradient has to be summed.
+    """
+    pinned, wrong, whole = pin_map.dtypes(), list[str](), list[str]()
+    for name, parameter in module.named_parameters():
+        wanted, dtype = pinned.get(id(parameter), policy.storage_dtype), parameter.dtype
+        cast_to_it = dtype in TORCH_DTYPES.values() or (dtype == torch.float64 and wanted != "fp32")
+        if not hasattr(parameter.data, "to_local"):
+            whole += [name] if parameter.requires_grad and replicas > 1 else []
+        elif dtype != to_torch(wanted) and cast_to_it:  # what is sharded can no longer be cast
+            wrong.append(f"{name!r} in {dtype}, which the plan stores in {wanted}")
+    if wrong:
+        faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", fix=f"{_INSTEAD}, with a new module")
+    if whole:
+        given = f"{len(whole)} trained parameters, such as {whole[0]!r}, left whole on {replicas} data-parallel ranks"
+        faults.add(given, fix=f"shard the module they are in too, or {_INSTEAD}")
+    reduce_dtype = to_torch(policy.reduce_dtype)
+    for name, mixed, own in sharding_compat.policies(module):
+        # Without one, torch sums in the dtype that is gathered.
+        if mixed.param_dtype is not None or (mixed.reduce_dtype or own) != reduce_dtype:
+            given = f"fully_shard on {name!r} with {mixed}, where the plan sums in {reduce_dtype}"
+            faults.add(given, fix=f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}")

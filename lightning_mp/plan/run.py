@@ -1,0 +1,291 @@
+"""What monitors and people may read of a ``MixedPrecisionPlan``, and what a fit under it begins and ends with."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.compat.lightning import (
+    LightningModule,
+    TensorBoardLogger,
+    Trainer,
+    TrainerFn,
+    rank_zero_info,
+    rank_zero_warn,
+    trainer_of,
+)
+from lightning_mp.errors import PlanError
+from lightning_mp.modules.fp8 import FP8Layer
+from lightning_mp.modules.patterns import call_with_original_classes
+from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.plan import describe, diagnosis, for_strategy
+from lightning_mp.plan.engine import StepEngine
+from lightning_mp.plan.skip_aware import SkipAwareHooks, may_change_gradients
+from lightning_mp.policy import PrecisionPolicy
+
+#: the keys under which stock Lightning's plugins keep a GradScaler's state
+_STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
+
+#: fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
+IN_FP16 = (
+    "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0; "
+    "'16-mixed' has them in fp32"
+)
+
+
+class Run:
+    """One Trainer's run under a plan: policy, loss scale and counts; while it lasts, the engine and what undoes it.
+
+    ``used``: a Trainer has had it; another one gets a new run.
+    """
+
+    def __init__(self, policy: PrecisionPolicy, *, used: bool = False) -> None:
+        self.used = used
+        self.device = torch.device("cpu")
+        self.engine: StepEngine | None = None
+        self.fp8_layers: list[FP8Layer] = []
+        #: the run whose callback started this one, until this one is over
+        self.outer: Run | None = None
+        #: whether the last call of optimizer_step made a step; it does not where training_step returned None
+        self.stepped = False
+        #: whether hooks of the user's may change gradients before the step; known from the first step on
+        self.checks_again: bool | None = None
+        self.cleanup = ExitStack()
+        self._trainer: weakref.ref[Trainer] | None = None
+        self.follow(policy)
+
+    def follow(self, policy: PrecisionPolicy) -> None:
+        """Take ``policy``, and its loss scale from the start."""
+        self.policy = policy
+        self.loss_scaler = LossScaler(
+            policy.loss_scaling if policy.precision != "auto" else None, on_step=self._on_step
+        )
+        self.storage_dtype = to_torch(policy.storage_dtype)
+        self.half_storage = self.storage_dtype != torch.float32
+        self.autocast_dtype = to_torch(policy.compute_dtype) if policy.mixed else None
+
+    def copy(self) -> Run:
+        """Policy, loss scale and counts, without the Trainer."""
+        copied = Run(self.policy, used=self.used)
+        copied.loss_scaler.load_counts(self.loss_scaler.counts())
+        if self.loss_scaler.enabled:
+            copied.loss_scaler.load_state_dict(self.loss_scaler.state_dict())
+        return copied
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer, while it lives."""
+        return None if self._trainer is None else self._trainer()
+
+    def attach(self, trainer: Trainer) -> None:
+        """``trainer`` begins, or goes on to its next stage."""
+        self.device, self._trainer, self.used = trainer.strategy.root_device, weakref.ref(trainer), True
+
+    def within(self, module: nn.Module) -> bool:
+        """Whether a callback of a run on ``module`` started this one."""
+        trainer = None if self.outer is None else self.outer.trainer
+        return trainer is not None and trainer.strategy.lightning_module is module
+
+    def begin(self, engine: StepEngine, module: nn.Module) -> None:
+        """Change the module, and switch off what would go past it."""
+        trainer = trainer_of(module)
+        self.engine, self.fp8_layers = engine, [] if engine.fp8 is None else engine.fp8.layers
+        self.cleanup.callback(engine.release)
+        engine.prepare(module)
+        if self.policy.pins and trainer is not None:
+            # Else torch's encoder layers read their children's weights in evaluation, past the pins.
+            self.cleanup.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.cleanup.callback(call_with_original_classes(module, "configure_optimizers"))
+
+    def begin_steps(self, module: LightningModule) -> None:
+        """In the first step: schedulers and weight averages will not move on a skipped one."""
+        hooks, self.checks_again = SkipAwareHooks(), may_change_gradients(module)
+        self.cleanup.callback(hooks.remove)
+        hooks.install(module.trainer, module, lambda: self.stepped and self.loss_scaler.step_skipped)
+
+    def release(self) -> None:
+        """Restore every process-global that was set, and the methods that were changed."""
+        self.engine = self.checks_again = None
+        self.cleanup.close()
+
+    def go_on(self) -> None:
+        """The run that a callback started is over; it has left its Trainer on the module."""
+        trainer = self.trainer
+        if trainer is not None:
+            trainer.lightning_module.trainer = trainer
+
+    def global_step(self) -> int:
+        """Lightning's count of attempted steps."""
+        trainer = self.trainer
+        return self.loss_scaler.attempts if trainer is None else trainer.global_step
+
+    def _on_step(self) -> None:
+        if self.engine is not None:
+            self.engine.check_budget(None)
+
+
+@dataclass
+class Runs:
+    """The runs of a plan and of its deep copies, each for as long as its Trainer lives."""
+
+    of: WeakKeyDictionary[Trainer, Run] = field(default_factory=WeakKeyDictionary)
+    #: the one that began last
+    latest: Run | None = None
+
+
+class PlanBase:
+    """The base class by which a precision plugin is known to be a plan."""
+
+    _declared: PrecisionPolicy
+    _run: Run
+    _runs: Runs
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """What is declared; of a run, with what ``auto`` and the strategy's own config have added."""
+        return self._run.policy
+
+    @property
+    def precision(self) -> Any:
+        """The policy's mode."""
+        return self._run.policy.precision
+
+    @property
+    def engine(self) -> StepEngine | None:
+        """What carries the plan out on the strategy at hand, while a run lasts."""
+        return self._run.engine
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale and the counts of applied and skipped steps; disabled in a mode without loss scaling."""
+        return self._run.loss_scaler
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The same; ``None`` in a mode without loss scaling."""
+        scaler = self._run.loss_scaler
+        return scaler if scaler.enabled else None
+
+    @property
+    def _counted(self) -> LossScaler:
+        """The counts of its own run, or of its deep copy's, as packages make one of their arguments."""
+        run = self._run if self._run.used else self._runs.latest
+        return (run or self._run).loss_scaler
+
+    @property
+    def fp8_layers(self) -> list[FP8Layer]:
+        """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
+        return list(self._run.fp8_layers)
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped; the first question after a step is a device sync."""
+        return self._counted.step_skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped since the run began."""
+        return self._counted.skipped_steps
+
+    @property
+    def applied_steps(self) -> int:
+        """How many optimizer steps were applied since the run began."""
+        return self._counted.applied_steps
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer of the present run, or of the last one while it lives."""
+        return self._run.trainer
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
+        return None if self.engine is None else self.engine.last_norm
+
+    def same_as(self, other: object) -> bool:
+        """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
+        return type(other) is type(self) and cast("PlanBase", other)._declared == self._declared
+
+    def state_dict(self) -> dict[str, Any]:
+        """The policy, the counts and the loss scale, and in a run which weights stay fp32; plain values only."""
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        fp32 = {"fp32": names} if self.engine is not None and (names := self.engine.fp32_names()) else {}
+        return {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler, **fp32}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from counts and loss scale; the policy stays the one declared now."""
+        self.loss_scaler.load_counts(state_dict["steps"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict.get("scaler", {}))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``."""
+        if self.scaler is None or type(self).__qualname__ in checkpoint:
+            return
+        for key in _STOCK_KEYS:
+            if "scale" in checkpoint.get(key, {}):
+                self.scaler.load_state_dict(checkpoint[key])
+
+    @property
+    def state_key(self) -> str:
+        """What a Trainer asks its callbacks for: always a ``PlanError``."""
+        raise PlanError.of("callbacks=[MixedPrecisionPlan(...)]", "write Trainer(plugins=[plan])", "Trainer")
+
+    def describe(self, module: nn.Module | None = None) -> str:
+        """What is declared, as a table: what is stored, computed, reduced and kept in which dtype, and by what rules.
+
+        With ``module``, or within a run, each pin and the checkpointing come with the modules they cover.
+        """
+        return describe.as_text(self._described(module))
+
+    def _repr_html_(self) -> str:
+        return describe.as_html(self._described(None))
+
+    def _described(self, module: nn.Module | None) -> describe.Rows:
+        trainer = None if self.engine is None else self.trainer
+        if trainer is None:
+            return describe.rows(self.policy, module)
+        module = module or trainer.lightning_module
+        return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy), self.fp8_layers)
+
+
+# ------------------------------------------------------------------ how a fit begins and ends
+
+
+def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
+    """Say on rank 0 what is declared, and give it to the loggers, so that runs can be filtered by it."""
+    for line in describe.announcement(engine.policy, module, () if engine.fp8 is None else engine.fp8.layers):
+        rank_zero_info(line)
+    if engine.policy.precision == "16-true":
+        rank_zero_info(IN_FP16)
+    for logger in trainer.loggers:
+        # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
+        pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})
+        # with hyperparameters TensorBoard writes an hp_metric: not of a run whose module has none itself
+        bare = isinstance(logger, TensorBoardLogger) and not trainer.lightning_module.hparams
+        nothing: Any = {"metrics": {}} if bare else {}
+        logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}}, **nothing)
+
+
+def ended(plan: PlanBase, trainer: Trainer | None) -> None:
+    """Look, at the end of a fit that did not fail, at whether any of its steps was applied.
+
+    Raises:
+        NonFiniteError: none was; a warning where fp16 may not have found its loss scale yet.
+    """
+    fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted
+    tried = plan.loss_scaler.attempts if fitted and plan.engine is not None else 0
+    if tried and not plan.applied_steps:
+        error = diagnosis.applied_none(tried, None if plan.scaler is None else plan.scaler.get_scale())
+        if plan.scaler is None or tried > diagnosis.SEARCH_SKIPS:
+            raise error
+        rank_zero_warn(str(error))

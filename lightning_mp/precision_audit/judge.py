@@ -1,0 +1,342 @@
+"""What a plan or one of Lightning's plugins declares for a module, whether it is so, and if not, the likely cause."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from lightning_mp.compat.lightning import (
+    DDPStrategy,
+    DeepSpeedPrecision,
+    DoublePrecision,
+    FSDPPrecision,
+    FSDPStrategy,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    SingleDeviceStrategy,
+    Strategy,
+    Trainer,
+    ddp_hooks,
+)
+from lightning_mp.errors import Faults, pinning
+from lightning_mp.modules import fp8, pins
+from lightning_mp.numerics.dtypes import describe, dtype_name
+from lightning_mp.policy import STORAGE_DTYPES, PrecisionPolicy
+from lightning_mp.policy.precision_policy import DTYPES_OF
+from lightning_mp.precision_audit.observer import Observed, Ran
+
+_STOCK = (MixedPrecision, HalfPrecision, FSDPPrecision, DeepSpeedPrecision, DoublePrecision)
+AS_STORED = "as stored"
+_HALF = frozenset(("bf16", "fp16", "fp8"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """The dtypes a run declares, as short names; ``None`` where nothing is declared, and nothing judged.
+
+    ``reduce`` and ``state`` may be ``AS_STORED``. ``autocast``: torch's lists keep norms and look-ups out of
+    ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
+    TF32; ``None`` leaves that to torch's switches. ``pins`` are by module name, and ``fp8`` names
+    those whose products run in FP8.
+    """
+
+    by: str
+    #: whether that is a plan; else what is advised is a callback
+    plan: bool = False
+    storage: str | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    state: str | None = None
+    autocast: bool = False
+    frozen: bool = False
+    tf32: bool | None = None
+    pins: Mapping[str, str] = field(default_factory=dict[str, str])
+    fp8: frozenset[str] = frozenset()
+    #: that their weights' gradients are products in ``compute``
+    fp8_but_weights: bool = False
+    notes: tuple[str, ...] = ()
+
+    def declared(self, name: str) -> str | None:
+        """What the module ``name`` computes in: its pin, else what products run in."""
+        pin = "fp8" if name in self.fp8 else self.pins.get(name)
+        return pin or ("tf32" if self.tf32 and self.compute == "fp32" else self.compute)
+
+    def stored(self, name: str) -> str | None:
+        """What its parameters are stored in."""
+        return self.pins.get(name) or self.storage
+
+
+def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaration:
+    """What the Trainer's plugin, with the strategy it is on, declares for ``modules``."""
+    plugin = trainer.precision_plugin
+    policy = getattr(plugin, "policy", None)
+    if isinstance(policy, PrecisionPolicy):
+        return by_policy(policy, modules, trainer.strategy.root_device, getattr(plugin, "engine", None))
+    return by_stock(plugin, trainer.strategy, modules)
+
+
+def by_policy(
+    policy: PrecisionPolicy, modules: Mapping[str, nn.Module], device: torch.device, engine: Any = None
+) -> Declaration:
+    """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
+    facts = describe(device)
+    given = modules[""], policy.pins, Faults("audit"), policy.storage_dtype
+    pin_map = pins.resolve(*given) if engine is None else engine.pin_map
+    pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
+    stored = pin_map.dtypes()
+    for module in (one.module for one in pin_map.declared):  # a router's buffer says nothing of what it multiplies
+        if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
+            pinned[id(module)] = "fp32"
+    converted: set[int] = set()
+    if policy.fp8 is not None:
+        running = None if engine is None else engine.fp8
+        covered = [member.module for member in pin_map.members]
+        chosen = fp8.select(modules[""], policy.fp8, covered, Faults("audit"))[1] if running is None else ()
+        converted = set(map(id, running.converted.values() if running else chosen))
+    without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
+    return Declaration(
+        by=f"MixedPrecisionPlan({policy.precision!r})",
+        plan=True,
+        storage=policy.storage_dtype,
+        compute=policy.compute_dtype,
+        reduce=policy.reduce_dtype,
+        state=AS_STORED,
+        autocast=policy.mixed,
+        frozen=True,
+        tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
+        pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
+        fp8=frozenset(name for name, module in modules.items() if id(module) in converted),
+        fp8_but_weights=policy.fp8 is not None and policy.fp8.recipe.endswith("_gw_hp"),
+        notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
+    )
+
+
+def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
+    """What one of Lightning's own plugins does, as its documentation has it."""
+    precision = str(plugin.precision)
+    by, bound = f"{type(plugin).__name__}({precision!r})", active_pins(modules)
+    _, half = DTYPES_OF.get(precision, (None, None))
+    if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
+        note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
+        return Declaration(by=by, pins=bound, notes=(note,))
+    mixed = precision.endswith("-mixed")
+    if isinstance(plugin, DeepSpeedPrecision):
+        # DeepSpeed's engines cast every parameter and keep fp32 copies of their own; its JSON says what is reduced in
+        state = "fp32" if mixed or half == "fp32" else None
+        return Declaration(by=by, pins=bound, compute=half, storage=half, frozen=True, state=state)
+    storage = "fp32" if mixed else half
+    if isinstance(strategy, FSDPStrategy):  # gathers in param_dtype: everything then runs in it, norms included
+        with warnings.catch_warnings():  # Lightning has warned of it when the run began
+            warnings.simplefilter("ignore")
+            own: Any = strategy.mixed_precision_config
+        dtypes = (getattr(own, name, None) for name in ("param_dtype", "reduce_dtype"))
+        compute, reduce = (dtype_name(dtype) if dtype else None for dtype in dtypes)
+        half = compute or half
+        return Declaration(
+            by=by, pins=bound, compute=half, storage=storage, reduce=reduce, state=AS_STORED, frozen=not mixed
+        )
+    own_sum = isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
+    return Declaration(
+        by=by,
+        pins=bound,
+        compute=half,
+        storage=storage,
+        reduce=AS_STORED if own_sum or isinstance(strategy, SingleDeviceStrategy) else None,
+        state=AS_STORED,
+        autocast=mixed,
+        frozen=isinstance(plugin, HalfPrecision),  # casts all; elsewhere frozen weights need no fp32 copy
+    )
+
+
+def active_pins(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The pins that modules themselves carry: those of a plan that was applied, or of ``DtypePinning``."""
+    states = {name: module.__dict__.get("_lmp_pin") for name, module in modules.items()}
+    return {name: dtype_name(cast("pins.PinState", state).dtype) for name, state in states.items() if state is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a callback saw while steps ran, under what was declared then."""
+
+    declaration: Declaration
+    seen: dict[str, Observed]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing about a module that is not as declared; ``what`` is the column of the report."""
+
+    what: str
+    declared: str
+    found: str
+    reason: str
+    fix: str
+
+
+def joined(names: Iterable[str]) -> str | None:
+    """``"bf16, fp32"``, or ``None`` for nothing."""
+    return ", ".join(sorted(names)) or None
+
+
+def computed(seen: Observed) -> set[str]:
+    """The dtypes that tell what a module computes in: of its products, norms and look-ups, else of all it does."""
+    telling = [ran for ran in seen.ran if ran.kind in ("product", "norm", "lookup")]
+    return {dtype for ran in telling or seen.ran for dtype in ran.dtypes}
+
+
+def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[Difference]:
+    """What of ``seen`` is not as ``declaration`` has it for the module ``name``."""
+    stored, pinned = declaration.stored(name), name in declaration.pins
+    if "fp64" in seen.param and stored == "fp32" and not pinned:
+        return  # float64 stays float64 where fp32 is stored
+    judged = seen.trained | (seen.frozen if declaration.frozen or pinned else set())
+    state, reduce = (stored if one == AS_STORED else one for one in (declaration.state, declaration.reduce))
+    half = stored == "fp32" and declaration.compute != "fp32"
+    wanted, wrong, cause = _computation(name, seen, declaration)
+    #: column, what is declared, what was found, what of it is right, the likely cause
+    rows: list[tuple[str, str | None, set[str], set[str | None], _Cause]] = [
+        ("param", stored, judged, {stored}, _LOST_PIN if pinned else _NO_MASTERS if half else _CAST),
+        ("compute", wanted, wrong, set(), cause),
+        ("grad", stored, seen.grad if seen.trained else set(), {*seen.trained}, _GRADIENT),
+        ("optimizer_state", state, seen.state, {state}, _STATE),
+        ("reduce", reduce, seen.reduce, {reduce}, _REDUCED),
+    ]
+    different = [row for row in rows if row[1] is not None and row[2] - row[3]]
+    if different and different[0][0] == "param":  # gradients and state follow the parameter, and mostly computation
+        follows = {"grad", "optimizer_state"} | ({"compute"} if computed(seen) <= seen.param | {stored} else set())
+        different = [row for row in different if row[0] not in follows]
+    for what, wanted, dtypes, _, cause in different:
+        found = joined(dtypes) or ""
+        yield Difference(what, wanted or "", found, cause.reason, _fix(cause, name, found, declaration))
+
+
+def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
+    """What to do, with the pin that would declare what was found where one can be written."""
+    dtype = found if cause.pin == _FOUND else cause.pin
+    scaled = declaration.compute == "fp16" and declaration.autocast
+    if dtype not in STORAGE_DTYPES or not name or (dtype == "fp16" and scaled and not declaration.plan):
+        return cause.fix
+    return f"{cause.fix}, or pin it: {pinning([name], under_plan=declaration.plan, dtype=dtype)}"
+
+
+# ---------------------------------------------------------------------- what was computed
+
+
+def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[str | None, set[str], _Cause]:
+    """What is declared, the dtypes of what ran otherwise, and why; none of a quantized weight, whose kernel chooses."""
+    wanted = None if seen.special else declaration.declared(name)
+    ran = [one for one in seen.ran if wanted is not None and not _as_declared(one, name, seen, declaration, wanted)]
+    found, kinds = {dtype for one in ran for dtype in one.dtypes}, {one.kind for one in ran}
+    if name in declaration.pins:
+        return wanted, found, _PIN_NOT_IN_FORCE
+    if name in declaration.fp8:
+        return wanted, found, _NOT_FP8
+    if declaration.autocast and kinds & {"norm", "statistic"}:
+        # an operator of torch's whose weight is half too was given a cast one: a pin to fp32 would not stop that
+        return "fp32", found, _HALF_NORM if "statistic" in kinds else _HALF_NORM._replace(pin=_FOUND)
+    if wanted == "tf32" or found == {"tf32"}:
+        return wanted, found, _TF32
+    return wanted, found, _OUTSIDE_AUTOCAST if found == {"fp32"} and declaration.autocast else _CASTS_ITSELF
+
+
+def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
+    found, pinned = set(ran.dtypes), name in declaration.pins
+    by_lists = declaration.autocast and not pinned
+    if name in declaration.fp8:  # its bias and what it was given are autocast's
+        weights = declaration.fp8_but_weights and any("fp8" in other.dtypes for other in seen.ran)
+        apart = ran.kind != "product" or (weights and "fp8" not in ran.dtypes)
+        wanted = declaration.compute or wanted if apart else "fp8"
+    if ran.kind == "product":
+        # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
+        tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()
+        return found <= {wanted} | tf32 | ({"fp32", "tf32"} if seen.attends else set())
+    wanted = "fp32" if wanted == "tf32" else wanted
+    if ran.kind == "lookup":
+        return found <= {"fp32", declaration.stored(name), None if by_lists else wanted}
+    if ran.kind == "norm" and by_lists:
+        # fp32 weights or statistics with a half input: the kernel sums in fp32, and autocast leaves it alone
+        # what comes in may be what a pinned module handed on
+        return found <= {wanted, "fp32", *declaration.pins.values()} and ("fp32" in found or not ran.weighted)
+    if ran.kind == "norm":
+        return found <= {wanted, "fp32"}
+    # a norm written out in elementwise operators, as language models' RMS norms are
+    written_out = "norm" in seen.class_name.lower() and not {"product", "norm"} & {other.kind for other in seen.ran}
+    if (pinned and wanted == "fp32") or (by_lists and ran.kind == "statistic" and written_out):
+        return not found & _HALF
+    # what pinned modules hand on may be worked with anywhere, and so may fp32
+    return not found & (_HALF - {wanted, *declaration.pins.values()})
+
+
+# ---------------------------------------------------------------------- likely causes, and what to do
+
+
+class _Cause(NamedTuple):
+    """``pin`` is a dtype that the module may be pinned to instead."""
+
+    reason: str
+    fix: str
+    pin: str | None = None
+
+
+#: a pin to the dtype that was found
+_FOUND = "found"
+
+_LOST_PIN = _Cause(
+    "its parameters were cast or replaced after the pin was applied (parameter.data = …, load_state_dict(assign=True))",
+    "cast before trainer.fit, and do not change pinned parameters afterwards",
+)
+_NO_MASTERS = _Cause(
+    "a half-precision checkpoint was loaded, or the module was cast by hand: there are no fp32 master weights",
+    "load it in fp32 (transformers: dtype=torch.float32) or call .float() before trainer.fit",
+    pin=_FOUND,
+)
+_CAST = _Cause(
+    "the module was cast by hand after the precision plugin had converted it, or was made later",
+    "remove the cast",
+    pin=_FOUND,
+)
+_PIN_NOT_IN_FORCE = _Cause(
+    "the pin is not in force: the plan was not applied yet, the module was replaced or unpinned, or it casts itself",
+    "let the Trainer apply the plan or DtypePinning (or call plan.convert_module), and remove casts from its forward",
+)
+_NOT_FP8 = _Cause(
+    "products did not run in FP8: the layer was frozen or replaced since, or its weight is used without it",
+    "let the Trainer apply the plan, and use the weight through the layer; or name the layer in skip= of FP8",
+)
+_OUTSIDE_AUTOCAST = _Cause(
+    "autocast is off where it runs: torch.autocast(enabled=False) around it, or a call outside the step's own context",
+    "remove what turns autocast off",
+    pin="fp32",
+)
+_HALF_NORM = _Cause(
+    "its input and its weights were cast to half precision, in its forward or before it",
+    "remove the cast",
+    pin="fp32",
+)
+_CASTS_ITSELF = _Cause(
+    "it casts its inputs or weights itself, or runs under an autocast of another dtype",
+    "remove the cast from its forward",
+    pin=_FOUND,
+)
+_TF32 = _Cause(
+    "torch's TF32 switches were changed after the run began",
+    "set them with the plan's tf32=, or with EnableTF32, only",
+)
+_GRADIENT = _Cause(
+    "a hook gave the gradient another dtype than its parameter",
+    "remove the hook, or cast back to the parameter's dtype in it",
+)
+_STATE = _Cause(
+    "the optimizer keeps its state in another dtype, or loaded a state saved in another",
+    "use an optimizer whose state has the dtype of its parameters, or load a state saved under the same precision",
+)
+_REDUCED = _Cause(
+    "a communication hook casts gradients, or they are summed in the dtype they are stored in",
+    "remove the hook; a plan's reduce_dtype= says what gradients are summed in",
+)

@@ -1,0 +1,340 @@
+"""What dtypes a model has and runs in, module by module, seen while it runs: operators, inputs, outputs, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mp.compat import lightning
+from lightning_mp.compat.deepspeed import partitions
+from lightning_mp.compat.lightning import Trainer
+from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
+from lightning_mp.compat.torchao import held_dtype, product_node
+from lightning_mp.modules.fp8 import is_converted
+from lightning_mp.modules.patterns import original_class, plain_name
+from lightning_mp.numerics.dtypes import dtype_name, floating_in, has_tf32, uncastable
+from lightning_mp.plan.side_run import around_passes
+
+Kind = Literal["product", "norm", "lookup", "statistic", "pointwise"]
+
+_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "miopen_convolution")
+_RNN = ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn")
+#: what torch's autocast lists run in the lower precision on every device ("Autocast Op Reference"), as it arrives here
+_PRODUCTS = frozenset((
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm",
+    "_scaled_grouped_mm", "_efficient_attention_forward", "_flash_attention_forward", *_CONVOLUTIONS, *_RNN,
+))  # fmt: skip
+_NORMS = frozenset(
+    ("native_layer_norm", "native_group_norm", "_fused_rms_norm", "layer_norm", "group_norm", "rms_norm")
+)
+_LOOKUPS = frozenset(("embedding", "embedding_bag", "_embedding_bag"))
+_STATISTICS = frozenset(("mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "rsqrt", "sqrt"))
+#: products that the lists name on some devices only, and what torch forgot to tag as elementwise
+_AS_POINTWISE = frozenset(("mv", "addmv", "dot", "_trilinear", "_prelu_kernel"))
+#: the last two keep a mask finite where a pin casts it
+_COPIES = frozenset(("clone", "copy", "copy_", "fill", "fill_", "zero_", "clamp", "where"))
+
+
+#: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism
+_COLLECTIVES = "c10d"
+#: dtypes of optimizer state by ``id`` of its parameter
+States = Mapping[int, set[str]]
+#: the plain attention kernel alone uses it, between two products that it widens to fp32 by itself
+_IN_PLAIN_ATTENTION = "_safe_softmax"
+_REDUCTIONS = ("allreduce", "reduce_scatter", "reduce_")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One kind of operator in one combination of dtypes (short names, sorted).
+
+    ``weighted`` tells a norm that has weights or running statistics next to its input.
+    """
+
+    kind: Kind
+    dtypes: tuple[str, ...]
+    weighted: bool = False
+
+
+def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:
+    """What ``func(*args)`` was, or ``None`` where its dtype says nothing (copies, views, creation, integers)."""
+    name, weighted = func.overloadpacket.__name__, False
+    if is_product(name):
+        kind, found = "product", _products(name, args)
+    elif name in _NORMS or ("batch_norm" in name and "backward" not in name):
+        kind, found, weighted = "norm", dtypes(args), len(floating_in(args)) > 1
+    elif name in _LOOKUPS:
+        kind, found = "lookup", dtypes(args[:1])
+    elif name in _STATISTICS:
+        kind, found = "statistic", dtypes(result)
+    elif name in _AS_POINTWISE or (torch.Tag.pointwise in cast("OpOverload", func).tags and name not in _COPIES):
+        kind, found = "pointwise", dtypes(result)
+    else:
+        return None
+    return Ran(kind, tuple(sorted(found)), weighted) if found else None
+
+
+def is_product(name: str) -> bool:
+    """Whether the aten operator multiplies matrices, attention and convolution included."""
+    return name in _PRODUCTS or (name.startswith(("_scaled_dot_product", "scaled_dot")) and "backward" not in name)
+
+
+def _products(name: str, args: tuple[Any, ...]) -> set[str]:
+    # The factors come first; what follows (a mask, a scale) does not decide what is multiplied in.
+    factors = [item for item in args if isinstance(item, Tensor) and item.is_floating_point()][:2]
+    found = {dtype_name(held_dtype(item)) for item in factors}
+    if "fp32" in found and has_tf32(factors[0].device):
+        cudnn: Any = torch.backends.cudnn
+        kind = "conv" if name in _CONVOLUTIONS else "rnn" if name in _RNN else None
+        switch: Any = getattr(cudnn, kind, cudnn) if kind else torch.backends.cuda.matmul
+        found = found - {"fp32"} | {"tf32" if switch.fp32_precision == "tf32" else "fp32"}
+    return found
+
+
+def dtypes(data: Any) -> set[str]:
+    """The short names of the floating dtypes in nested ``data``."""
+    return {dtype_name(tensor.dtype) for tensor in floating_in(data)}
+
+
+@dataclass(slots=True)
+class Observed:
+    """The dtypes seen at one module, as short names; plain data, so that ranks can exchange it.
+
+    ``trained``, ``frozen`` and ``special`` are those of its own parameters; ``special`` are tensor subclasses
+    (quantised weights), which choose their storage themselves. ``ran`` is what was computed in it, its children left
+    out.
+    """
+
+    class_name: str
+    trained: set[str] = field(default_factory=set[str])
+    frozen: set[str] = field(default_factory=set[str])
+    special: set[str] = field(default_factory=set[str])
+    input: set[str] = field(default_factory=set[str])
+    output: set[str] = field(default_factory=set[str])
+    ran: set[Ran] = field(default_factory=set[Ran])
+    grad: set[str] = field(default_factory=set[str])
+    reduce: set[str] = field(default_factory=set[str])
+    state: set[str] = field(default_factory=set[str])
+    #: inside a compiled or scripted region, where no hook can stand
+    hidden: bool = False
+    #: each rank holds a part of its parameters
+    sharded: bool = False
+    #: it runs torch's plain attention kernel, some of whose products are in fp32 by itself
+    attends: bool = False
+
+    @property
+    def param(self) -> set[str]:
+        """The dtypes of all its own parameters."""
+        return self.trained | self.frozen | self.special
+
+    def add(self, other: Observed) -> None:
+        """Add what another step, or another rank, saw of the same module."""
+        for name in ("trained", "frozen", "special", "input", "output", "ran", "grad", "reduce", "state"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("hidden", "sharded", "attends"):
+            setattr(self, name, getattr(self, name) or getattr(other, name))
+
+
+class Watch(TorchDispatchMode):
+    """Watches the modules of a model between ``start`` and ``stop``; every hook is gone after ``stop``.
+
+    ``modules`` are named as they are to be reported, the root under ``""``. Operators are seen within ``with watch:``,
+    or within each forward and backward pass of the Trainer given to ``start``. ``gradient_hooks`` looks at gradients as
+    they arrive, for engines that leave none in ``.grad`` (ZeRO).
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have dynamo compile as if this mode were not there: else it skips what it meets under one, for good."""
+        return True
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, gradient_hooks: bool = False) -> None:
+        super().__init__()
+        self._modules, self._gradient_hooks = dict(modules), gradient_hooks
+        self.seen = unseen(self._modules)
+        #: dtypes of gradients summed across ranks, while ``in_backward``
+        self.reduced: set[str] = set()
+        self.in_backward = False
+        self._compiled = any(seen.hidden for seen in self.seen.values())
+        self._inside: list[str] = []
+        #: the converted layer whose backward products are being computed
+        self._backward_of: str | None = None
+        self._undo = ExitStack()
+
+    def start(self, trainer: Trainer | None = None) -> None:
+        """Put the hooks in place, and look within the passes of ``trainer``."""
+        for name, module in self._modules.items():
+            if name and not self.seen[name].hidden:
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                self._undo.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
+                # always: a recomputed region is left by an exception once it has what it needs
+                self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+            for parameter in module.parameters(recurse=False) if self._gradient_hooks else ():
+                if parameter.requires_grad:
+                    grad = self.seen[name].grad
+                    hook = parameter.register_hook(lambda gradient, grad=grad: grad.add(dtype_name(gradient.dtype)))
+                    self._undo.callback(hook.remove)
+        if trainer is not None:
+            self._undo.callback(around_passes(trainer, lambda: self))
+
+    def stop(self) -> None:
+        """Remove every hook; a second call does nothing."""
+        self._undo.close()
+        self._inside.clear()
+        self.in_backward = False
+
+    # ------------------------------------------------------------------ what runs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then note it."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload):  # not a higher-order one
+            if func.namespace == _COLLECTIVES:
+                self._note_reduction(func.overloadpacket.__name__, args)
+            elif func.namespace == "aten":
+                self._note_operator(func, args, result)
+        return result
+
+    def _note_reduction(self, name: str, args: tuple[Any, ...]) -> None:
+        if not self.in_backward or not name.strip("_").startswith(_REDUCTIONS):
+            return
+        tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
+        # A single number is a flag or a count.
+        self.reduced.update(dtype_name(t.dtype) for t in tensors if t.is_floating_point() and t.numel() > 1)
+
+    def _note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        name = self._inside[-1] if self._inside else ""
+        if not self._inside and in_backward_formula():  # and not in a recomputation there
+            ran = read(func, args, result) if self._backward_of and is_product(func.overloadpacket.__name__) else None
+            if ran is not None and self._backward_of:
+                self.seen[self._backward_of].ran.add(ran)
+            return
+        self.seen[name].attends |= func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION
+        owns = bool(name) and any(True for _ in self._modules[name].parameters(recurse=False))
+        differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        # Elsewhere only products that training depends on count, not a table of positions made in fp32. A compiled
+        # region leaves its products at whatever is around it.
+        if not owns and (self._compiled or not is_product(func.overloadpacket.__name__) or not differentiable):
+            return
+        ran = read(func, args, result)
+        if ran is not None:
+            self.seen[name].ran.add(ran)
+
+    def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # a function compiled by the user: leave no trace in its graph
+            return
+        self._inside.append(name)
+        self.seen[name].input |= dtypes((args, kwargs))
+
+    def _leave(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._inside.pop()
+        self.seen[name].output |= dtypes(output)
+        node = product_node(output) if is_converted(module) and isinstance(output, Tensor) else None
+        if node is not None:
+            node.register_prehook(partial(self._computes, name))
+            node.register_hook(partial(self._computes, None))
+
+    def _computes(self, name: str | None, *_: Any) -> None:
+        self._backward_of = name
+
+    def attribute_reductions(self) -> None:
+        """Tell what was reduced of each module's gradients: they travel in buckets, without names.
+
+        A whole gradient travels in its own dtype where any bucket has that; else something cast all of them.
+        """
+        for seen in self.seen.values():
+            if seen.trained and (seen.grad or seen.sharded):
+                own = set[str]() if seen.sharded else seen.grad & self.reduced
+                seen.reduce |= own or self.reduced
+
+
+def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module], states: States) -> None:
+    """Look at what is stored: the modules' own parameters, and their optimizer state."""
+    for name, module in modules.items():
+        one, quantized = seen[name], uncastable(module)
+        for parameter in module.parameters(recurse=False):
+            # bitsandbytes casts the frozen bias of a quantized weight itself
+            own = id(parameter) in quantized or (quantized and not parameter.requires_grad)
+            if own or not parameter.is_floating_point():
+                kind = one.special
+            else:
+                kind = one.trained if parameter.requires_grad else one.frozen
+            kind.add(dtype_name(parameter.dtype))
+            one.sharded |= hasattr(parameter, "to_local")
+            one.state |= states.get(id(parameter), set())
+
+
+def note_gradients(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module]) -> None:
+    """Look at every ``.grad``."""
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            if parameter.grad is not None:
+                seen[name].grad.add(dtype_name(parameter.grad.dtype))
+
+
+def unseen(modules: Mapping[str, nn.Module]) -> dict[str, Observed]:
+    """Nothing seen yet of any module."""
+    hidden = _hidden(modules[""])
+    return {
+        name: Observed(original_class(module).__name__, hidden=id(module) in hidden) for name, module in modules.items()
+    }
+
+
+def _hidden(root: nn.Module) -> set[int]:
+    """``id`` of the modules in compiled and scripted regions: a hook there would be compiled along, and stay."""
+    found: set[int] = set()
+    for module in root.modules():
+        wrapped = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
+        if wrapped or is_compiled(module) or lightning.is_compiled(module):
+            found.update(map(id, module.modules()))
+    return found
+
+
+# ---------------------------------------------------------------------- modules and optimizer state of a run
+
+
+def modules_of(root: nn.Module) -> dict[str, nn.Module]:
+    """Every module under its plain name; of a wrapper and what it wraps the latter."""
+    return {plain_name(name): module for name, module in root.named_modules()} | {"": root}
+
+
+def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
+    """Dtypes of optimizer state by ``id`` of the parameter; counts and coefficients are left out."""
+    found: dict[int, set[str]] = {}
+    for optimizer in optimizers:
+        for parameter, state in _states(optimizer):
+            held = {key: one for key, one in state.items() if isinstance(one, Tensor) and key != "step"}
+            shaped = [one for one in held.values() if one.is_floating_point() and (one.dim() or not parameter.dim())]
+            found.setdefault(id(parameter), set()).update(dtype_name(one.dtype) for one in shaped)
+    return found
+
+
+def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+    parts = partitions(optimizer)
+    while hasattr(optimizer, "optimizer"):  # of DeepSpeed's, Apex's and their like the optimizer inside
+        optimizer = optimizer.optimizer
+    state: Mapping[Any, Any] = optimizer.state
+    if not parts:
+        yield from ((parameter, values) for parameter, values in state.items() if isinstance(parameter, Tensor))
+    for parameters, flat in parts:
+        yield from ((parameter, state.get(flat, {})) for parameter in parameters)
+
+
+def from_all_ranks(seen: dict[str, Observed]) -> list[dict[str, Observed]]:
+    """What each rank saw, on every rank; all have to call it."""
+    if not dist.is_available() or not dist.is_initialized():
+        return [seen]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    return cast("list[dict[str, Observed]]", gathered)

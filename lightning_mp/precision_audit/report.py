@@ -1,0 +1,253 @@
+"""What an audit found, one row per module: declared and observed dtypes, as text, markdown and plain values."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_mp.errors import Faults, counted
+from lightning_mp.precision_audit.judge import Declaration, Difference, computed, differences, joined
+from lightning_mp.precision_audit.observer import Observed
+
+_COLUMNS = ("declared", "param", "input", "output", "compute", "grad", "reduce", "optimizer_state")
+_HEADS = ("module", *_COLUMNS[:-1], "state")
+_STAR = (
+    "* not a difference: norms, look-ups and elementwise work may run in fp32 (torch's autocast lists, or the module's "
+    "own code), and fp32 products in TF32 where torch's switches allow it"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRow:
+    """One module. Dtypes are short names (``"fp32"``), several where several were seen (``"bf16, fp32"``).
+
+    ``None``: not observed, or in ``declared``, nothing was declared. ``compute`` is what its products, norms and
+    look-ups ran in; ``differences`` say what is not as declared, where and why.
+    """
+
+    module: str
+    declared: str | None
+    param: str | None
+    input: str | None
+    output: str | None
+    compute: str | None
+    grad: str | None
+    reduce: str | None
+    optimizer_state: str | None
+    ok: bool
+    differences: tuple[Difference, ...] = ()
+    #: ranks on which it differs, where that is not all of them
+    ranks: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as plain values."""
+        values = asdict(self)
+        return {**values, "differences": list(values["differences"]), "ranks": list(self.ranks)}
+
+    @property
+    def starred(self) -> bool:
+        """Whether it computes in something else than declared, rightly so."""
+        return self.ok and self.declared is not None and self.compute not in (self.declared, None)
+
+    def cells(self) -> list[str]:
+        """The columns of a table next to the module's name."""
+        # torch's lists decide, where fp32 weights are declared to be computed with in half precision
+        by_lists = " (autocast)" if self.starred and self.compute == "fp32" == self.param else ""
+        notes = {"declared": by_lists, "compute": "*" if self.starred else ""}
+        return [(getattr(self, column) or "-") + notes.get(column, "") for column in _COLUMNS]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Declared against observed dtypes, a row for every module with parameters of its own.
+
+    A module without any has a row where it multiplies in another dtype than declared. ``declared_by`` names the plan or
+    the plugin, ``where`` step and device; ``notes`` say what could not be seen, and what a device cannot do.
+    """
+
+    rows: tuple[AuditRow, ...]
+    declared_by: str
+    where: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every module is as declared."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many modules are as declared, by whom, and where that was seen."""
+        wrong = sum(not row.ok for row in self.rows)
+        count = counted(len(self.rows), "module")
+        verdict = f"{count}, all as declared" if not wrong else f"{wrong} of {count} not as declared"
+        return f"{verdict} by {self.declared_by}" + (f" ({self.where})" if self.where else "")
+
+    def to_text(self, width: int = 110) -> str:
+        """The table for a terminal of ``width`` characters; repeated layers that are alike share a line."""
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column("  module", overflow="fold")
+        for head in _HEADS[1:]:
+            table.add_column(head, no_wrap=True)
+        for name, row in _lines(self.rows):
+            table.add_row(f"{' ' if row.ok else '!'} {name}", *row.cells())
+        text = io.StringIO()
+        console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+        console.print(self.summary, table, *self._below(), sep="\n")
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def to_markdown(self) -> str:
+        """The same as a markdown table, with what differs and the notes below it."""
+        heads = [*_HEADS, "ok"]
+        rows = [[f"`{name}`", *row.cells(), "yes" if row.ok else "**no**"] for name, row in _lines(self.rows)]
+        table = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+        parts = [[f"{self.summary}."], table, [f"- {fault}" for fault in self._faults().found]]
+        parts.append([f"> {note}".replace("> * ", "> \\* ") for note in self._below()])
+        return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+    def _below(self) -> list[str]:
+        star = [_STAR] if any(row.starred for row in self.rows) else []
+        return [*star, *self.notes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values: what ``audit.json`` holds."""
+        return {
+            "ok": self.ok,
+            "summary": self.summary,
+            "declared_by": self.declared_by,
+            "where": self.where,
+            "notes": list(self.notes),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def raise_if_different(self) -> None:
+        """Raise if any module differs.
+
+        Raises:
+            PlanError: every module that differs, with what was declared, what was found, why, and what to do.
+        """
+        self._faults().raise_if_any()
+
+    def explanation(self) -> str:
+        """Every module that differs, with what was declared, what was found, why, and what to do; else empty."""
+        return "\n".join(f"  {number}. {fault}" for number, fault in enumerate(self._faults().found, start=1))
+
+    def _faults(self) -> Faults:
+        faults = Faults("PrecisionAudit")
+        for names, row in _alike(self.rows):
+            for difference in row.differences:
+                where = f" on rank {', '.join(map(str, row.ranks))}" if row.ranks else ""
+                faults.add(
+                    f"{names} {_WITH[difference.what]} {difference.found}{where}",
+                    allowed=f"{difference.declared}, as {self.declared_by} declares. Likely cause: {difference.reason}",
+                    fix=difference.fix,
+                )
+        return faults
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+_WITH = {
+    "param": "with parameters stored in",
+    "compute": "computed in",
+    "grad": "with gradients in",
+    "reduce": "with gradients summed across ranks in",
+    "optimizer_state": "with optimizer state in",
+}
+#: names, or ranges of them, that are written out
+_NAMES = 12
+
+
+def _alike(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
+    """Differing rows, those that differ in the same way under one heading."""
+    groups: dict[Any, list[AuditRow]] = {}
+    for row in rows:
+        if not row.ok:
+            groups.setdefault((row.differences, row.ranks), []).append(row)
+    for members in groups.values():
+        names = ranges([row.module for row in members])
+        more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
+        count = f" ({len(members)} modules)" if len(members) > 1 else ""
+        yield ", ".join(names[:_NAMES] + more) + count, members[0]
+
+
+def build(
+    declaration: Declaration, ranks: Sequence[Mapping[str, Observed]], *, where: str = "", notes: Sequence[str] = ()
+) -> AuditReport:
+    """Judge what each rank saw; a module's row shows what all of them did."""
+    rows: list[AuditRow] = []
+    for name in ranks[0]:
+        seen = [rank[name] for rank in ranks if name in rank]
+        found = [tuple(differences(name, one, declaration)) for one in seen]
+        wrong = tuple(rank for rank, one in enumerate(found) if one)
+        if not seen[0].param and not wrong:
+            continue
+        every = Observed(seen[0].class_name)
+        for one in seen:
+            every.add(one)
+        row = AuditRow(
+            module=name,
+            declared=declaration.declared(name),
+            **{column: joined(getattr(every, column)) for column in ("param", "input", "output", "grad", "reduce")},
+            compute=joined(computed(every)),
+            optimizer_state=joined(every.state),
+            ok=not wrong,
+            differences=tuple(dict.fromkeys(chain(*found))),
+            ranks=wrong if len(wrong) < len(ranks) else (),
+        )
+        rows.append(row)
+    hidden = sum(rank_seen.hidden and bool(rank_seen.param) for rank_seen in ranks[0].values())
+    where_hidden = "of compiled or scripted regions: what runs there, or is multiplied outside of modules, is not seen"
+    said = (*declaration.notes, *notes, *([f"{counted(hidden, 'module')} {where_hidden}"] if hidden else []))
+    return AuditReport(tuple(rows), declaration.by, where, said)
+
+
+# ---------------------------------------------------------------------- names
+
+
+def shown(module: str) -> str:
+    """A module's name; the root has none."""
+    return module or "(the root module)"
+
+
+def ranges(names: Sequence[str]) -> list[str]:
+    """``names`` with those of repeated layers put together."""
+    return [shown(name) for name, _ in grouped(dict.fromkeys(names))]
+
+
+def _lines(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
+    """Name or range of names, and the row that all of them are like; in the order of the rows."""
+    by_name = {row.module: row for row in rows}
+    for name, first in grouped({row.module: (row.ok, tuple(row.cells())) for row in rows}):
+        yield shown(name), by_name[first]
+
+
+def grouped(keys: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names of equal keys that differ in one number, put together where the numbers follow each other; and the first.
+
+    Each number in a name is tried, outermost first, so that layers go together before what is within them. One at the
+    end is left alone: what a ``Sequential`` holds need not be alike.
+    """
+    lines = [(name.split("."), name, key) for name, key in keys.items()]
+    for place in range(max((len(parts) for parts, *_ in lines), default=0) - 1):
+        kept: list[tuple[list[str], str, Any]] = []
+        runs: dict[Any, list[int]] = {}
+        for parts, first, key in lines:
+            number = int(parts[place]) if place < len(parts) - 1 and parts[place].isdigit() else None
+            same = (tuple(parts[:place]), tuple(parts[place + 1 :]), key)
+            if number is not None and same in runs and runs[same][1] == number - 1:
+                low, _, at = runs[same]
+                runs[same][1], kept[at][0][place] = number, f"[{low}-{number}]"
+                continue
+            if number is not None:
+                runs[same] = [number, number, len(kept)]
+            kept.append((parts, first, key))
+        lines = kept
+    return [(".".join(parts), first) for parts, first, _ in lines]

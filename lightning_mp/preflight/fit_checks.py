@@ -1,0 +1,307 @@
+"""What the doctor examines, and the few checks that every fit makes: one walk over the modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.compat.lightning import LightningModule, check_copy, rank_zero_warn
+from lightning_mp.compat.torch import has_forward_hooks, reentrant
+from lightning_mp.compat.transformers import checkpointing_function
+from lightning_mp.errors import Fault, Faults, PlanError, counted
+from lightning_mp.modules import pins
+from lightning_mp.modules.patterns import original_class
+from lightning_mp.numerics.dtypes import describe, dtype_name, to_torch
+from lightning_mp.plan import for_strategy
+from lightning_mp.policy import PrecisionPolicy, hardware
+from lightning_mp.policy.pieces import LossScaling
+from lightning_mp.policy.precision_policy import DTYPES_OF, STOCK_PRECISIONS, precision_fix, precision_word
+from lightning_mp.record.findings import Finding
+
+HALF = ("bf16", "fp16")
+Check = Callable[["ModelUnderTest"], Iterable[Finding]]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUnderTest:
+    """One model under one way to train it.
+
+    ``policy`` is ``None`` under Lightning's own plugins; ``storage`` is what unpinned parameters are cast to, ``None``
+    where they stay as they are.
+    """
+
+    model: nn.Module
+    precision: str
+    storage: str | None
+    compute: str
+    policy: PrecisionPolicy | None = None
+    scaling: LossScaling | None = None
+    device: hardware.Device
+    strategy: Any = None
+    trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    optimizer: Any = None
+    batch: Any = None
+
+    @cached_property
+    def modules(self) -> tuple[tuple[str, nn.Module], ...]:
+        """Every module once, by its first name; the model itself is ``""``."""
+        return tuple(self.model.named_modules())
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every floating parameter once, by its first name."""
+        return {name: one for name, one in self.model.named_parameters() if one.is_floating_point()}
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those of ``parameters`` that are trained."""
+        return {name: one for name, one in self.parameters.items() if one.requires_grad}
+
+    @cached_property
+    def pinned(self) -> dict[int, str]:
+        """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
+        if self.policy is None:
+            return {}
+        found = pins.resolve(self.model, self.policy.pins, Faults(), self.policy.storage_dtype)
+        return {id(member.module): member.pin.dtype for member in found.members} | found.dtypes()
+
+    @cached_property
+    def _kept(self) -> dict[int, torch.dtype]:
+        """Quantized weights, their scales and float64 parameters, which a plan does not cast."""
+        return {} if self.policy is None else pins.kept_dtypes(self.model, to_torch(self.policy.storage_dtype))
+
+    def stored(self, parameter: Tensor) -> str:
+        """What ``parameter`` will be stored in while it is trained: ``"fp32"``, ``"bf16"``, …."""
+        storage = None if id(parameter) in self._kept else self.storage
+        return self.pinned.get(id(parameter)) or storage or dtype_name(parameter.dtype)
+
+
+def case_of(
+    model: nn.Module,
+    plan: Any,
+    strategy: Any,
+    trainer: Mapping[str, Any],
+    target: hardware.Device | None = None,
+    **given: Any,
+) -> ModelUnderTest:
+    """The case for what a user hands to the doctor.
+
+    Raises:
+        PlanError: a model that is no module; a plan that cannot be carried out; an unknown precision.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError.of(f"model={model!r} is not a torch.nn.Module", "pass the module itself", "doctor")
+    check_copy(model, "doctor")
+    target = target or device_of(trainer)
+    strategy = trainer.get("strategy") if strategy is None else strategy
+    given |= {"model": model, "device": target, "strategy": strategy, "trainer": trainer}
+    plan = _plan_in(trainer) if plan is None else plan
+    policy = PrecisionPolicy.from_dict(cast("Mapping[str, Any]", plan)) if isinstance(plan, Mapping) else plan
+    policy = getattr(policy, "policy", policy)
+    if not isinstance(policy, PrecisionPolicy):
+        return ModelUnderTest(**given, **_stock(plan))
+    if policy.precision == "auto":
+        policy = for_strategy.resolved(policy, target, model)
+    return ModelUnderTest(
+        precision=policy.precision,
+        storage=policy.storage_dtype,
+        compute=policy.compute_dtype,
+        policy=policy,
+        scaling=policy.loss_scaling,
+        **given,
+    )
+
+
+def _plan_in(trainer: Mapping[str, Any]) -> Any:
+    """The plan, plugin or precision among Trainer arguments; Lightning's default is 32-true."""
+    plugins = trainer.get("plugins") or ()
+    for plugin in cast("Iterable[Any]", plugins if isinstance(plugins, (list, tuple)) else (plugins,)):
+        if hasattr(plugin, "policy") or isinstance(getattr(plugin, "precision", None), str):
+            return plugin
+    return trainer.get("precision") or "32-true"
+
+
+def _stock(plan: Any) -> dict[str, Any]:
+    """What Lightning's own plugin, given as such or by its precision, makes of the model."""
+    given = str(getattr(plan, "precision", plan))
+    precision = precision_word(given) or given
+    if precision not in STOCK_PRECISIONS:
+        fix = precision_fix(given, (), STOCK_PRECISIONS)
+        allowed = f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(STOCK_PRECISIONS)}"
+        raise PlanError([Fault(f"plan={plan!r}", allowed=allowed, fix=fix)], "doctor")
+    storage, compute = DTYPES_OF[precision]
+    scaling = None
+    if precision == "16-mixed":
+        scaler = getattr(plan, "scaler", None)
+        scaling = LossScaling.torch() if scaler is None else LossScaling.torch(init_scale=scaler.get_scale())
+    # Lightning casts to half and double precision alone
+    cast_to = None if storage == "fp32" else storage
+    return {"precision": precision, "storage": cast_to, "compute": compute, "scaling": scaling}
+
+
+def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
+    """The device that Trainer arguments choose on this machine, as Lightning does; its facts."""
+    accelerator = str(trainer.get("accelerator") or "auto").lower()
+    for kind, backend in (("cuda", torch.cuda), ("mps", torch.backends.mps)):
+        if accelerator in ("auto", "gpu", kind) and backend.is_available():
+            return describe(torch.device(kind))
+    if accelerator in ("gpu", "cuda"):
+        return hardware.Device("cuda", "a GPU that is not in this machine")
+    return describe(torch.device("cpu"))
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """Some of ``names``, and how many more there are."""
+    every = [name or "the model itself" for name in names]
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
+def below(name: str, above: str) -> bool:
+    """Whether the module called ``name`` is ``above`` or lies in it."""
+    return not above or name == above or name.startswith(f"{above}.")
+
+
+# ---------------------------------------------------------------------- the checks of every fit
+
+
+def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
+    """Modules with trainable weights in eval mode, which Lightning has not changed since 2.2."""
+    tops: list[str] = []
+    for name, module in case.modules:
+        if module.training or any(below(name, top) for top in tops):
+            continue
+        # A frozen part belongs in eval mode, and so may a norm whose statistics are to stay.
+        alone = bool(name) and "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+        if not alone and any(parameter.requires_grad for parameter in module.parameters()):
+            tops.append(name)
+    if tops:
+        root = "self" if isinstance(case.model, LightningModule) else "model"
+        one = ".".join(filter(None, (root, tops[0]))) if len(tops) == 1 else "each"
+        why = (
+            "dropout, batch statistics and transformers' gradient checkpointing are off there; from_pretrained() "
+            "returns models in eval mode, and Trainer.fit does not change it"
+        )
+        fix = f"call {one}.train() where the model is made, or before fit"
+        what = f"in eval mode with trainable weights: {listed(tops)}"
+        yield Finding("eval_mode", "warning", what, why, fix, tops[0] or None)
+
+
+class Block(NamedTuple):
+    """A module that recomputes its activations; ``reentrant`` ones compute no gradients for inputs without them."""
+
+    name: str
+    module: nn.Module
+    reentrant: bool
+    by_transformers: bool
+
+
+def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
+    """Reentrant checkpointing of blocks whose inputs need no gradient (LoRA): nothing in them is trained.
+
+    The plan's own checkpointing and every other non-reentrant one train as they should. Nothing is said where a hook
+    may turn gradients on, or something trained may run before the blocks: in the transformers model that they are in,
+    what is defined behind the last one does not.
+    """
+    blocks = [block for block in _blocks(case) if block.reentrant]
+    within = {id(module) for block in blocks for module in block.module.modules()}
+    owners = {name: id(case.model.get_submodule(name.rpartition(".")[0])) for name in case.trained}
+    others = {name: owner for name, owner in owners.items() if owner not in within}
+    behind: set[int] = set()
+    homes = [name for name, module in case.modules if hasattr(type(module), "get_input_embeddings")]
+    home = next((name for name in homes if all(below(block.name, name) for block in blocks)), None)
+    if blocks and home is not None:
+        last = max(place for place, (_, module) in enumerate(case.modules) if id(module) in within)
+        behind = {id(module) for name, module in case.modules[last + 1 :] if below(name, home)}
+    within -= {id(block.module) for block in blocks}
+    hooked = any(has_forward_hooks(module) for _, module in case.modules if id(module) not in within)
+    if len(owners) == len(others) or hooked or any(owner not in behind for owner in others.values()):
+        return
+    kind = original_class(blocks[0].module).__name__
+    what = f"reentrant checkpointing of {counted(len(blocks), 'block')} whose inputs require no gradient"
+    rest = f"only {next(iter(others))} and what is behind do" if others else "nothing is left to train, backward raises"
+    instead = f"checkpointing={kind!r}" if case.policy is not None else f"ActivationCheckpointing({kind!r})"
+    yield Finding(
+        "lora_checkpoint_no_input_grads",
+        "error",
+        f"{what}: {listed([block.name for block in blocks])}",
+        f"{counted(len(owners) - len(others), 'trained weight')} in there get no gradient; {rest}",
+        "call model.enable_input_require_grads(), or checkpoint with gradient_checkpointing_kwargs="
+        f"{{'use_reentrant': False}}, or call model.gradient_checkpointing_disable() and use {instead}",
+        blocks[0].name,
+    )
+
+
+def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
+    """A key-value cache that is filled again by every recomputation."""
+    blocks = list(_blocks(case))
+    by_plan = case.policy is not None and case.policy.checkpointing is not None
+    for name, module in case.modules:
+        model = cast("Any", module)
+        if not hasattr(type(module), "can_generate") or not model.can_generate():
+            continue
+        mine = [block for block in blocks if below(block.name, name)]
+        if getattr(model.config, "use_cache", False) is True and (mine or by_plan):
+            wrong = any(block.reentrant and not block.by_transformers for block in mine)
+            severity = "error" if wrong else "warning" if mine else "info"  # the plan turns it off itself
+            what = "config.use_cache is on while activations are recomputed"
+            why = (
+                "keys and values of every layer are kept, much of the memory that checkpointing should save; a "
+                "recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
+            )
+            fix = "set model.config.use_cache = False for training, and on again to generate"
+            yield Finding("use_cache_while_checkpointing", severity, what, why, fix, name or None)
+
+
+def _blocks(case: ModelUnderTest) -> Iterator[Block]:
+    """What is checkpointed now, outermost torch wrappers and innermost transformers modules."""
+    flagged = {
+        name
+        for name, module in case.modules
+        if getattr(module, "gradient_checkpointing", False) is True
+        and module.training
+        and checkpointing_function(module) is not None
+    }
+    for name, module in case.modules:
+        wrapped = reentrant(module)
+        if wrapped is not None:
+            yield Block(name, module, wrapped, by_transformers=False)
+        elif name in flagged and not any(other != name and below(other, name) for other in flagged):
+            keywords = getattr(checkpointing_function(module), "keywords", {})
+            # a model's flag speaks for its layers
+            lists = [(key, child) for key, child in module.named_children() if isinstance(child, nn.ModuleList)]
+            layers = [(f"{key}.{at}", layer) for key, each in lists for at, layer in each.named_children()]
+            for at, block in layers or [("", module)]:
+                full = ".".join(filter(None, (name, at)))
+                yield Block(full, block, keywords.get("use_reentrant") is not False, by_transformers=True)
+
+
+#: checks that cost one walk over the modules
+CHEAP = (eval_mode, no_input_gradients, use_cache)
+
+
+def made(check: Check, case: ModelUnderTest) -> list[Finding]:
+    """What ``check`` finds; nothing, and a line in the log, where it cannot be made."""
+    try:
+        return list(check(case))
+    except Exception as error:  # a model may have anything in it; the other checks still help
+        _log.info("the check %s could not be made: %s: %s", check.__name__, type(error).__name__, error)
+        return []
+
+
+def warn_at_fit(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Warn once of what the cheap checks find: no forward, no optimizer, one walk over the modules."""
+    case = case_of(module, policy, None, {"accelerator": "cpu"})
+    found = [finding for check in CHEAP for finding in made(check, case) if finding.severity != "info"]
+    if found:
+        lines = [f"  {finding.code} {finding.name}: {finding.what}. Fix: {finding.fix}" for finding in found]
+        hint = "lightning_mp.doctor(model, plan) and 'lightning-mp doctor CONFIG' say more."
+        rank_zero_warn("\n".join(["before the first step:", *lines, hint]))

@@ -1,0 +1,286 @@
+"""What a report shows of runs: a few figures, and charts whose readings and marks the page's script draws."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice, pairwise
+from textwrap import shorten
+from typing import Any, Literal
+
+from markupsafe import escape
+
+from lightning_mp.errors import counted
+from lightning_mp.record import metric_names as names
+from lightning_mp.record.events import SEVERITIES
+from lightning_mp.record.report.load import Run, Series
+
+#: lines of one run that a chart can hold and still be read
+MAX_LINES = 10
+#: points a series may have, about two for every pixel of a wide chart; alerts marked on a chart
+MAX_POINTS, MAX_MARKS = 3000, 300
+Scale = Literal["linear", "log", "log2", "share"]
+
+# Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+NOTHING = "-"
+_RATES = ((names.TOKENS_PER_S, "tokens/s"), (names.SAMPLES_PER_S, "samples/s"))
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What it is, its value as it is shown, a few words on where it comes from, and the number itself."""
+
+    name: str
+    value: str = NOTHING
+    detail: str = "not recorded"
+    unit: str = ""
+    number: float | None = None
+
+
+def figures(run: Run) -> list[Figure]:
+    """The same figures in the same order for every run; what is not known has the value of a dash."""
+    skips, peaks = run.finite(names.SKIPPED_STEPS), run.finite(names.MEMORY_PEAK)
+    rates = next(((run.finite(name), unit) for name, unit in _RATES if run.finite(name)), None)
+    errors, notices = sum(event.severity == "error" for event in run.alerts), len(run.events) - len(run.alerts)
+    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
+    rate, memory, skipped = (Figure(name) for name in ("median throughput", "peak memory", "skipped steps"))
+    if rates is not None:
+        median = statistics.median(rates[0])
+        rate = Figure(rate.name, number(median), "over all readings", rates[1], median)
+    if peaks:
+        highest, small = max(peaks), max(peaks) < 1
+        value = f"{highest * 1024:.0f}" if small else f"{highest:.3g}"
+        memory = Figure(memory.name, value, "peak", "MiB" if small else "GiB", highest)
+    if skips:
+        skipped = Figure(skipped.name, number(skips[-1]), "in total", number=skips[-1])
+    return [
+        _loss("final loss", run, names.LOSS, lambda pairs: pairs[-1]),
+        _loss("best val loss", run, names.VAL_LOSS, min),
+        rate,
+        memory,
+        skipped,
+        Figure("alerts", number(len(run.alerts)), ", ".join(parts), number=len(run.alerts)),
+    ]
+
+
+def state(run: Run) -> str:
+    """How the run stands, as it said itself."""
+    status = run.about.get("status")
+    return status if status in ("running", "finished", "failed") else "unknown"
+
+
+def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
+    found = run.series.get(name, Series())
+    pairs = [(value, step) for step, value in zip(found.steps, found.values, strict=True) if value is not None]
+    if not pairs:
+        return Figure(title)
+    value, step = choose(pairs)
+    return Figure(title, number(value), f"step {step:,}", number=value)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def number(value: float) -> str:
+    """Four significant digits, whole numbers with separators, powers of ten only where they are shorter."""
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def power_of_two(value: float) -> str:
+    """``2¹⁶`` for a power of two, which a loss scale nearly always is."""
+    mantissa, exponent = math.frexp(value)
+    return f"2{str(exponent - 1).translate(_RAISED)}" if mantissa == 0.5 else number(value)
+
+
+def plain(value: Any) -> str:
+    """A value out of a JSON file in a few words; what is nested in it is left out."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value) if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join("…" if isinstance(item, (list, dict)) else plain(item) for item in value)
+    return "…" if isinstance(value, dict) else str(value)
+
+
+def moment(value: str) -> str:
+    """A date and time of ISO 8601 as one reads it; anything else stays as it is."""
+    try:
+        return datetime.fromisoformat(value).strftime("%d %b %Y %H:%M %Z").strip().lstrip("0")
+    except ValueError:
+        return value
+
+
+# ---------------------------------------------------------------------- which charts
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart over steps; ``lines`` has the label of each reading, ``unit`` is the vertical axis's title.
+
+    Of the ``traits``, ``stepped`` holds a value until the next reading; ``grouped`` adds every reading whose name goes
+    on after the first line's (``health/fp8_amax/layer input``); ``from-zero`` keeps the axis honest about differences;
+    ``overflows`` marks ordinary overflows too.
+    """
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    scale: Scale = "linear"
+    traits: str = ""
+
+
+KNOWN: tuple[Panel, ...] = (
+    Panel("Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
+    Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log"),
+    Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
+    Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
+    Panel("Lost updates", "share rounded away", {names.LOST_UPDATES: "half-precision weights"}, "share", "from-zero"),
+    Panel(
+        "FP8: values flushed to zero",
+        "share of values",
+        {names.FP8_FLUSHED: "largest of all layers"},
+        "share",
+        "grouped from-zero",
+    ),
+    Panel("FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped"),
+    Panel("FP8: scales", "factor on the operand", {names.FP8_SCALE: "all layers"}, "log2", "stepped grouped"),
+    Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped overflows"),
+    Panel(
+        "Skipped steps",
+        "steps",
+        {names.SKIPPED_STEPS: "in total", names.SKIPPED_IN_A_ROW: "in a row"},
+        traits="stepped overflows",
+    ),
+    Panel("Learning rate", "learning rate", {names.LR: "learning rate"}),
+    Panel("Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
+    Panel("Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),
+    Panel("Model FLOPs utilisation", "share of the device's peak", {names.MFU: "MFU"}, "share", "from-zero"),
+    Panel(
+        "Memory",
+        "GiB",
+        {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated", names.MEMORY_RESERVED: "reserved"},
+        traits="from-zero",
+    ),
+)
+
+
+def lay_out(runs: Sequence[Run]) -> list[Panel]:
+    """The charts of what ``runs`` recorded; where several are compared, one for each line."""
+    found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if _drawn(name, series)))
+    panels: list[Panel] = []
+    for panel in KNOWN:
+        first = next(iter(panel.lines))
+        members = {name: name.removeprefix(f"{first}/") for name in found if name.startswith(f"{first}/")}
+        own = {name: label for name, label in panel.lines.items() if name in found}
+        if len(runs) == 1:
+            lines = islice({**own, **(members if "grouped" in panel.traits else {})}.items(), MAX_LINES)
+            panels.append(replace(panel, lines=dict(lines)))
+            continue
+        for name, label in own.items():
+            title = f"{panel.title}, {label}" if len(own) > 1 else panel.title
+            panels.append(replace(panel, lines={name: label}, title=title))
+    return [panel for panel in panels if panel.lines]
+
+
+def _drawn(name: str, series: Series) -> bool:
+    """Whether there is anything to see: a loss or a norm that was never finite is what a failing run has to show."""
+    return bool(series.finite) or (bool(series.values) and name in (names.LOSS, names.GRAD_NORM))
+
+
+# ---------------------------------------------------------------------- one chart
+
+
+def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
+    """The chart of ``panel`` for every run that recorded something of it, as plain values for the page's script.
+
+    Every line and mark has the run it belongs to, which the reader may hide, and the name of its colour in the page's
+    style. Names and texts are escaped, since Plotly reads markup in them.
+    """
+    many = len(runs) > 1
+    found = [
+        (place, place if many else index, run.name if many else label, run.series[name])
+        for place, run in enumerate(runs)
+        for index, (name, label) in enumerate(panel.lines.items())
+        if _drawn(name, run.series.get(name, Series()))
+    ]
+    logarithmic = panel.scale in ("log", "log2")
+    if logarithmic and max((value for *_, series in found for value in series.finite), default=0) <= 0:
+        panel, logarithmic = replace(panel, scale="linear"), False
+    lines: list[dict[str, Any]] = []
+    for place, style, name, series in found:
+        # what is not positive has no place on a logarithmic axis
+        placed = [None if logarithmic and value is not None and value <= 0 else value for value in series.values]
+        drawn = downsample(Series(series.steps, placed))
+        look = {"run": place, "colour": f"run-{style}", "dash": dash(style), "name": str(escape(name))}
+        lines.append({**look, "x": drawn.steps, "y": drawn.values})
+    return {
+        "key": panel.title,
+        "title": panel.title,
+        "unit": panel.unit,
+        "scale": panel.scale,
+        "traits": panel.traits.split(),
+        "latest": "" if many else _latest(panel, found[0][3].values[-1]),
+        "lines": lines,
+        "marks": [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)],
+    }
+
+
+def _latest(panel: Panel, value: float | None) -> str:
+    """The last reading of a chart's first line."""
+    if value is None:
+        return "last reading not finite"
+    if panel.scale == "share":
+        return f"last {value:.1%}"
+    return f"last {power_of_two(value) if panel.scale == 'log2' else number(value)}"
+
+
+def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
+    """Alerts, the errors first; ordinary overflows only where they belong."""
+    left = MAX_MARKS
+    for severity in reversed(SEVERITIES):
+        events = [event for event in run.events if event.severity == severity][:left]
+        left -= len(events)
+        if events and (severity != "info" or "overflows" in panel.traits):
+            texts = [shorten(f"{run.name}, {event}" if many else str(event), 160, placeholder="…") for event in events]
+            yield {
+                "run": place,
+                "colour": f"run-{place}" if many else severity,
+                "severity": severity,
+                "x": [event.step for event in events],
+                "text": [str(escape(text)) for text in texts],
+            }
+
+
+def dash(style: int) -> str:
+    """How line number ``style`` of a chart, or run number ``style`` of a comparison, is dashed."""
+    return _DASHES[style % len(_DASHES)]
+
+
+def downsample(series: Series, limit: int = MAX_POINTS) -> Series:
+    """At most ``limit`` (8 or more) of the readings, in order.
+
+    The readings between the first and the last are cut into stretches of equal length; of each stay the lowest, the
+    highest, and one that was not finite where there is one (the min-max aggregation of Jugel and others, "M4: a
+    visualization-oriented time series data aggregation", VLDB 2014).
+    """
+    count = len(series.values)
+    if count <= limit:
+        return series
+    edges = [1 + bucket * (count - 2) // ((limit - 2) // 3) for bucket in range((limit - 2) // 3 + 1)]
+    kept = {0, count - 1}
+    for start, stop in pairwise(edges):
+        finite = [(value, index) for index in range(start, stop) if (value := series.values[index]) is not None]
+        kept |= {min(finite)[1], max(finite)[1]} if finite else set()
+        if len(finite) < stop - start:
+            kept.add(series.values.index(None, start))
+    return Series([series.steps[index] for index in sorted(kept)], [series.values[index] for index in sorted(kept)])

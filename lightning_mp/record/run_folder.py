@@ -1,0 +1,233 @@
+"""The folder of a run: its readings, its events and the other files that the callbacks of one run write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from lightning_mp.errors import PlanError
+from lightning_mp.record import metric_names
+from lightning_mp.record.events import Event
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+FP8 = "fp8.jsonl"
+RUN = "run.json"
+AUDIT, AUDIT_TABLE = "audit.json", "audit.md"
+FINDINGS = "findings.json"
+REPORT = "report.html"
+#: a pipeline's schedule as it ran
+PIPELINE = "pipeline.json"
+#: the folder of saved batches, and their names in it
+BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
+#: what a run writes; it replaces another run's only where that one's run.json says that it was written by this package
+_FILES = (METRICS, EVENTS, FP8, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, PIPELINE, RUN)
+_WRITTEN_BY = {"written_by": "lightning_mp"}
+_LOCK = ".lightning_mp.lock"
+_OWN = "pass run_dir= to give this run a folder of its own"
+_LOGGER = logging.getLogger("lightning_mp")
+
+_open: dict[Path, RunFolder] = {}
+
+
+class InUseError(PlanError):
+    """A folder that another run is using, or that holds files which a run may not overwrite."""
+
+
+class RunFolder:
+    """One run's folder, shared by its callbacks; each line is on disk once it is written.
+
+    Only one process writes to a folder, and only one callback of each name. A file that cannot be written (a full disk,
+    a folder that was removed) is warned of once, and the run goes on.
+    """
+
+    def __init__(self, path: Path, owner: object, lock: FileLock) -> None:
+        self.path = path
+        #: whether run.json says already that the run failed
+        self.failed = False
+        #: whether a run that resumes finds the validation of the step at which it resumes
+        self.resumed_validated = False
+        self._owner, self._lock = owner, lock
+        self._writers: set[str] = set()
+        self._warned = False
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        writer: str,
+        owner: object,
+        resumed_at: int | None = None,
+        new: bool = False,
+    ) -> RunFolder:
+        """The folder ``path``, for the callback named ``writer`` of the run ``owner`` (a Trainer).
+
+        The first writer of a fresh run replaces what an earlier run wrote there, or with ``new`` refuses to. One that
+        resumes at the step ``resumed_at`` appends, and drops the readings of steps that will be made again.
+
+        Raises:
+            InUseError: another run is writing there, or files are there that a run would overwrite and this package did
+                not write.
+            PlanError: a second ``writer`` of this run is writing there.
+            OSError: the folder cannot be made or locked.
+        """
+        folder = Path(path).resolve()
+        found = _open.get(folder)
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            found = cls(folder, owner, FileLock(folder / _LOCK))
+            try:
+                found._lock.acquire(timeout=0)
+            except Timeout:
+                raise InUseError.of(f"Another run is writing to {folder}", _OWN, writer) from None
+            try:
+                found._begin(writer, resumed_at, new)
+            except (OSError, PlanError):
+                found._release()
+                raise
+            _open[folder] = found
+        if found._owner is not owner:
+            raise InUseError.of(f"Another run is writing to {folder}", _OWN, writer)
+        if writer in found._writers:
+            fix = "remove one, or give each a run_dir= of its own"
+            raise PlanError.of(f"Two {writer} callbacks write to {folder}", fix, writer)
+        found._writers.add(writer)
+        return found
+
+    def _begin(self, writer: str, resumed_at: int | None, new: bool) -> None:
+        ours = is_ours(self.path)
+        there = next((name for name in _FILES if (self.path / name).exists()), None)
+        if there is not None and (new or not ours):
+            what = f"{self.path} holds {there}, which this package did not write and would overwrite"
+            raise InUseError.of(what, _OWN, writer)
+        if resumed_at is not None:
+            self._drop_from(resumed_at)
+        elif ours:
+            for path in (*(self.path / BATCHES).glob(BATCH_FILES), *(self.path / name for name in _FILES)):
+                path.unlink(missing_ok=True)
+        if not (self.path / RUN).exists():
+            self._replace(RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
+
+    # ------------------------------------------------------------------ writing
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append a reading."""
+        self._append(METRICS, {metric_names.STEP: step, **values})
+
+    def fp8(self, step: int, operands: Mapping[str, Any]) -> None:
+        """Append what became of FP8's operands, by layer and role."""
+        self._append(FP8, {metric_names.STEP: step, "layers": operands})
+
+    def event(self, event: Event) -> None:
+        """Append an event."""
+        self._append(EVENTS, event.to_dict())
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write the file ``name`` as JSON, whole or not at all."""
+        self.text(name, to_json({**_WRITTEN_BY, **values} if name == RUN else values, indent=2) + "\n")
+
+    def text(self, name: str, text: str) -> None:
+        """Write the file ``name``, whole or not at all."""
+        self._attempt(lambda: self._replace(name, text))
+
+    def close(self, writer: str) -> None:
+        """``writer`` is done; the last one releases the folder."""
+        self._writers.discard(writer)
+        if not self._writers and _open.get(self.path) is self:
+            del _open[self.path]
+            self._release()
+
+    def _release(self) -> None:
+        with suppress(OSError):
+            (self.path / _LOCK).unlink(missing_ok=True)
+        self._lock.release()
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                _LOGGER.warning("%s cannot be written (%s); training goes on, with gaps in the files", self.path, error)
+
+    def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        line = (to_json(values) + "\n").encode()
+        self._attempt(lambda: _append(self.path / name, line))
+
+    def _replace(self, name: str, text: str) -> None:
+        temporary = self.path / f".{name}.tmp"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.path / name)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def _drop_from(self, step: int) -> None:
+        """Drop the readings of ``step`` and later ones, but the validation before ``step``, which is not run again."""
+        for name in (METRICS, FP8, EVENTS):
+            path = self.path / name
+            if path.is_file():
+                kept = [line for line in path.read_bytes().splitlines() if _is_kept(line, step, name)]
+                if name == METRICS:
+                    self.resumed_validated = bool(kept) and json.loads(kept[-1])[metric_names.STEP] == step
+                self._replace(name, "".join(f"{line.decode()}\n" for line in kept))
+
+
+def _is_kept(line: bytes, resumed_at: int, name: str) -> bool:
+    try:
+        row = json.loads(line)
+        step = int(row[metric_names.STEP])
+    except (ValueError, TypeError, KeyError):
+        return False  # the last line of a run that was killed while it wrote
+    return name == EVENTS or step < resumed_at or (step == resumed_at and is_validation(row))
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line to a file, or nothing of it."""
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(line) != len(line):
+                raise OSError(f"no space for all of a line in {path.name}")
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
+def is_validation(values: Mapping[str, Any]) -> bool:
+    """Whether a reading is of validation alone."""
+    return metric_names.VAL_LOSS in values and metric_names.LOSS not in values
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether ``run.json`` says that a run under this package wrote it."""
+    try:
+        about = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and _WRITTEN_BY.items() <= about.items()  # pyright: ignore[reportUnknownMemberType]
+
+
+def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """``values`` as JSON's standard has it: a float that is not finite becomes null, never ``NaN``."""
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,324 @@
+"""What a monitor writes: the run's folder (rank 0), every logger, the console, and rows and events in memory."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import platform
+import re
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lightning_mp.compat.lightning import LightningModule, Trainer, logged_step, rank_zero_info
+from lightning_mp.errors import PlanError
+from lightning_mp.health.alerts import Operand
+from lightning_mp.numerics.dtypes import describe
+from lightning_mp.plan.run import PlanBase
+from lightning_mp.record import metric_names
+from lightning_mp.record.callback_utils import RunCallback, log
+from lightning_mp.record.events import Event
+from lightning_mp.record.findings import Finding
+from lightning_mp.record.run_folder import FINDINGS, RUN, InUseError, RunFolder, is_ours, is_validation
+
+#: for alerts: as a Python warning each would begin with a file and a line of this package
+_LOGGER = logging.getLogger("lightning_mp")
+RunDir = str | os.PathLike[str] | None
+#: the name of a run's own folder, and the key under which a checkpoint names it
+FALLBACK = "lightning_mp_run"
+#: the folders of Trainers to which no run_dir was given, or of the runs that they resume from
+_paths: MutableMapping[Trainer, str] = WeakKeyDictionary()
+_PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
+#: a layer has nine numbers, and a model hundreds of layers
+_ALL_FP8, _THEN_EVERY = 200, 20
+#: the readings and the events that are kept in memory
+IN_MEMORY = 1000
+#: how many events of a kind there were, as a metric
+EVENT_COUNT = "health/events"
+
+
+def show_alert(writer: str, event: Event) -> None:
+    """On a terminal a panel, yellow or red: what, why, what to do; elsewhere, or where logging is set up, one line."""
+    if not sys.stderr.isatty() or _LOGGER.hasHandlers():
+        _LOGGER.warning("%s: %s", writer, event)
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    colour = "red" if event.severity == "error" else "yellow"
+    what = str(replace(event, cause="", advice=""))
+    lines = {"what": what, "why": event.cause, "do": event.advice}
+    text = Text("\n").join(Text.assemble((f"{name:5}", "bold"), said) for name, said in lines.items() if said)
+    Console(stderr=True).print(
+        Panel(text, title=f"{writer}: {event.severity}", border_style=colour, title_align="left")
+    )
+
+
+def is_fresh(trainer: Trainer) -> bool:
+    """Whether a run begins, rather than resumes from a checkpoint or follows an earlier fit."""
+    return trainer.ckpt_path is None and trainer.global_step == 0
+
+
+def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | None:
+    """The folder of this run on rank 0, ``None`` on any other; every rank has to call it, once training starts.
+
+    With ``run_dir=None`` it is a folder of the run's own: the version folder of a CSVLogger or TensorBoardLogger, else
+    ``lightning_mp_run`` in ``<save_dir>/<name>/<version>`` of the first logger, without one in ``default_root_dir``; if
+    an earlier run is there, ``lightning_mp_run_2`` and so on. Files of an earlier run in a given ``run_dir`` are
+    replaced. A run that resumes from a checkpoint, or follows an earlier fit, appends.
+
+    Raises:
+        PlanError: another run or callback writes there already, a file is in the way, or the folder cannot be opened;
+            on every rank.
+    """
+    folder: RunFolder | None = None
+    refused: PlanError | None = None
+    if trainer.is_global_zero:
+        try:
+            folder = _opened(trainer, run_dir, writer)
+        except PlanError as error:
+            refused = error
+        except (OSError, ValueError, RuntimeError) as error:  # the others wait for this rank, whatever it meets
+            what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
+            refused = PlanError.of(what, "pass run_dir= a folder that can be written", writer)
+    refused, path = trainer.strategy.broadcast((refused, None if folder is None else str(folder.path)))
+    if refused is not None:
+        raise refused
+    if run_dir is None and path is not None:
+        if trainer not in _paths:
+            rank_zero_info(f"readings, events and the report of this run: {path}")
+        _paths[trainer] = path
+    if folder is not None:
+        write_run(folder, trainer, "running")
+    return folder
+
+
+def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
+    resumed_at = None if is_fresh(trainer) else trainer.global_step
+    open_ = partial(RunFolder.open, writer=writer, owner=trainer)
+    if run_dir is not None:
+        if _is_remote(run_dir):
+            what = f"run_dir={os.fspath(run_dir)!r} is not a local folder, where the files of a run are written"
+            raise PlanError.of(what, "pass a local folder, and copy it after the run", writer)
+        return open_(run_dir, resumed_at=resumed_at)
+    logged, home = _homes(trainer)
+    earlier = [] if resumed_at is None else [logged, _paths.get(trainer)]
+    for path in earlier:
+        if path is not None and is_ours(Path(path)):
+            with suppress(InUseError):  # the run that resumes gets another
+                return open_(path, resumed_at=resumed_at)
+    numbered = (home / (FALLBACK if number == 1 else f"{FALLBACK}_{number}") for number in itertools.count(1))
+    for path in chain([] if logged is None else [logged], numbered):
+        with suppress(InUseError):
+            return open_(path, new=True)
+    raise AssertionError("there are always more candidates")
+
+
+def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
+    """The folder that a logger made for this run alone, if it did; and where else to make one."""
+    root = _local(trainer.default_root_dir)
+    logger: Any = trainer.loggers[0] if trainer.loggers else None
+    own, save_dir = (_local(getattr(logger, name, None)) for name in ("log_dir", "save_dir"))
+    folder = own or save_dir or root
+    if _is_remote(folder):
+        here = "." if _is_remote(root) else root
+        rank_zero_info(f"{folder} is not a local folder: the files of this run are written below {here!r}")
+        return None, Path(here)
+    if own is not None and save_dir is not None:  # a version folder
+        return (None if Path(own).resolve() == Path(save_dir).resolve() else Path(own)), Path(own)
+    if save_dir is None:
+        return None, Path(root)
+    return None, Path(save_dir, *(str(part) for part in (logger.name, logger.version) if part not in (None, "")))
+
+
+def _local(path: Any) -> Any:
+    """Without ``file://``, of which Lightning leaves ``file:/`` in ``default_root_dir``."""
+    return re.sub("^file:/+", "/", os.fspath(path)) if isinstance(path, (str, os.PathLike)) else path
+
+
+def _is_remote(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path)
+
+
+class WritesRun(RunCallback):
+    """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there.
+
+    With a ``run_dir`` of the user's nothing is noted, nor looked up: the next run gets its own again, or is given one.
+    """
+
+    run_dir: RunDir = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note the folder."""
+        if trainer in _paths:
+            checkpoint[FALLBACK] = _paths[trainer]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Find it again."""
+        if FALLBACK in checkpoint and self.run_dir is None:
+            _paths[trainer] = checkpoint[FALLBACK]
+
+
+def end_run(folder: RunFolder, trainer: Trainer, writer: str, error: BaseException | None = None) -> None:
+    """``writer`` is done with the run, which has ended or failed."""
+    if error is not None or not (folder.failed or trainer.interrupted):
+        write_run(folder, trainer, "finished" if error is None else "failed", error)
+    folder.failed = folder.failed or error is not None
+    folder.close(writer)
+
+
+def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseException | None = None) -> None:
+    """Write ``run.json``: the status of the run, its machine, versions, strategy and plan.
+
+    ``status`` is ``"running"``, ``"finished"`` or ``"failed"``.
+    """
+    plugin = trainer.precision_plugin
+    values: dict[str, Any] = {
+        "status": status,
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {**machine(trainer.strategy.root_device), "processes": trainer.world_size},
+        "versions": versions(),
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "plan": plugin.policy.to_dict() if isinstance(plugin, PlanBase) else None,
+        "trainer": {
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        },
+    }
+    if isinstance(plugin, PlanBase) and plugin.fp8_layers:
+        values["fp8_layers"] = [asdict(layer) for layer in plugin.fp8_layers]
+    folder.write(RUN, values)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a run ran on."""
+    known = describe(device)
+    return {
+        "device": known.name,
+        "type": known.type,
+        "memory_bytes": known.memory,
+        "cpus": os.cpu_count(),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that numbers may depend on."""
+    found = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+class RunLog:
+    """What one callback writes to the run's folder (on rank 0); the last 1,000 are in memory on every rank."""
+
+    def __init__(self, writer: str) -> None:
+        self._writer = writer
+        self._folder: RunFolder | None = None
+        self._counts: Counter[str] = Counter()
+        #: the last of what was written: files hold all of it, memory does not grow with the run
+        self.rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
+        self.events: deque[Event] = deque(maxlen=IN_MEMORY)
+        self.fp8_rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
+        self._fp8_readings = 0
+        #: the step whose validation was written last
+        self._validated: int | None = None
+
+    def open(self, trainer: Trainer, run_dir: RunDir, findings: Iterable[Finding] | None) -> None:
+        """Begin, or continue, with what the doctor found; every rank has to call it.
+
+        Raises:
+            PlanError: another run or callback writes there already; on every rank.
+        """
+        fresh = is_fresh(trainer)
+        self._folder = open_folder(trainer, run_dir, self._writer)
+        if self._folder is not None and findings is not None:
+            self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in findings]})
+        if fresh:
+            self.events.clear()
+            self._counts.clear()
+        now = trainer.global_step
+        for rows in (self.rows, self.fp8_rows):  # a run that resumes makes later steps again
+            while rows and (fresh or not (rows[-1][metric_names.STEP] < now or _validates(rows[-1], now))):
+                rows.pop()
+        found = bool(self.rows) and _validates(self.rows[-1], now)
+        found = found or (self._folder is not None and self._folder.resumed_validated)
+        self._validated = now if found and not fresh else None
+
+    def row(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write a reading.
+
+        A second validation of a step, in the middle of an accumulation window, is of the same weights: left out.
+        """
+        if is_validation(values):
+            if step == self._validated:
+                return
+            self._validated = step
+        self.rows.append({metric_names.STEP: step, **values})
+        if self._folder is not None:
+            self._folder.metrics(step, values)
+
+    def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
+        """Write what became of FP8's operands in a reading: of each at first, later of one in twenty."""
+        self._fp8_readings += 1
+        if self._fp8_readings > _ALL_FP8 and self._fp8_readings % _THEN_EVERY:
+            return
+        layers: dict[str, dict[str, dict[str, float]]] = {}
+        for (layer, role), one in operands.items():
+            numbers = {"flushed": one.flushed, "amax": one.amax, "scale": one.scale}
+            layers.setdefault(layer, {})[role] = numbers
+        self.fp8_rows.append({metric_names.STEP: step, "layers": layers})
+        if self._folder is not None:
+            self._folder.fp8(step, layers)
+
+    def event(self, trainer: Trainer, event: Event) -> None:
+        """Write an event, and print it."""
+        self.events.append(event)
+        self._counts[event.kind] += 1
+        if self._folder is not None:
+            self._folder.event(event)
+        log(trainer, {f"{EVENT_COUNT}/{event.kind}": float(self._counts[event.kind])}, logged_step(trainer))
+        if event.is_alert and trainer.is_global_zero:
+            show_alert(self._writer, event)
+        else:
+            rank_zero_info(f"{self._writer}: {event}")
+
+    def close(self, trainer: Trainer, *, report: bool, error: BaseException | None = None) -> None:
+        """Write how the run ended, and its report."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        end_run(folder, trainer, self._writer, error)
+        if report:
+            try:
+                from lightning_mp.record.report import write_report
+
+                rank_zero_info(f"report: {write_report(folder.path)}")
+            except Exception as failure:  # a report that cannot be written must not hide how the run ended
+                rank_zero_info(f"no report on {folder.path}: {failure}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_folder": None}
+
+
+def _validates(row: Mapping[str, Any], step: int) -> bool:
+    return row[metric_names.STEP] == step and is_validation(row)

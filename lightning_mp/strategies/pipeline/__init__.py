@@ -1,1 +1,0 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining``: stages of layers over ranks, and the schedule they run."""

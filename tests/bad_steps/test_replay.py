@@ -1,0 +1,196 @@
+"""A batch is run again under hooks: the module, the pass and the batch are named, and nobody can tell it was run."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mp.bad_steps.replay import KeptBatch, Replayer
+from lightning_mp.numerics.rng import rng_state
+from lightning_mp.plan.diagnosis import Diagnosis
+from support.manual import Pair, in_turn
+from support.models import same_weights, weights
+from support.nonfinite import BAD, STOCK, Breaks, Remembers
+from support.oracles import plan_for, stock_for
+from support.running import fit
+
+
+class Asks(Callback):
+    """Asks after chosen batches' backward pass, or where they end."""
+
+    def __init__(self, *at: int, when: str = "step") -> None:
+        self.replayer, self.at, self.when = Replayer(), at, when
+        self.diagnoses: list[Diagnosis] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.replayer.remember(trainer, batch, batch_idx)
+        self.batch_idx = batch_idx
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._ask("step", trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
+        self._ask("end", trainer, pl_module)
+
+    def _ask(self, when: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        if when == self.when and self.batch_idx in self.at:
+            self.diagnoses.append(self.replayer.locate(trainer, pl_module))
+
+
+def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any) -> Diagnosis:
+    asks = Asks(*(at or (BAD,)), when=when)
+    fit(module, callbacks=[asks], **options)
+    return asks.diagnoses[0]
+
+
+# ---------------------------------------------------------------------- what is named
+
+
+class Decides(Breaks):
+    """Breaks where ``decide`` says so, whatever that rests on."""
+
+    def __init__(self, decide: Callable[[Any, int], bool]) -> None:
+        super().__init__("gradient", ())
+        self.decide, self.calls, self.broke = decide, 0, list[bool]()
+
+    def breaks_on(self, batch_idx: int) -> bool:
+        self.calls += 1
+        self.broke.append(self.decide(self, batch_idx))
+        return self.broke[-1]
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda module, batch_idx: torch.rand(()).item() < 0.5,
+        lambda module, batch_idx: random.random() < 0.5,
+        lambda module, batch_idx: np.random.random() < 0.5,
+        lambda module, batch_idx: module.trainer.global_step in (2, 5),
+        lambda module, batch_idx: module.calls in (2, 5),
+    ],
+    ids=["torch's generator", "Python's", "numpy's", "global_step", "a counter of the module"],
+)
+@pytest.mark.parametrize("when", ["step", "end"])
+def test_what_a_step_rests_on_is_as_it_was(decide: Callable[[Any, int], bool], when: str) -> None:
+    """So that the replay breaks where the step did, and nowhere else."""
+    seed_everything(5, verbose=False)
+    module, asks = Decides(decide), Asks(*range(8), when=when)
+    fit(module, callbacks=[asks], plugins=[plan_for("32-true")])
+    assert len(module.broke) == 8
+    assert {True, False} == set(module.broke)
+    assert [diagnosis.note is None and diagnosis.origin is not None for diagnosis in asks.diagnoses] == module.broke
+
+
+def test_a_window_waits_in_host_memory_and_is_gone_after_its_step() -> None:
+    """Of 8 micro-batches in two windows no more than one window lives; the earlier ones leave the device."""
+    alive: list[int] = []
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Counts(Asks):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(weakref.ref(args[3][0]))
+            alive.append(sum(one() is not None for one in seen))
+            if len(seen) % 4 == 0:
+                self.replayer.forget()
+
+    fit(Breaks("gradient", ()), callbacks=[Counts(when="never")], accumulate_grad_batches=4)
+    assert max(alive) <= 5, alive  # and what the loop has fetched
+
+
+def test_what_the_batch_keeps_on_the_cpu_stays_there() -> None:
+    device, lengths = torch.device("meta"), torch.tensor([3, 2])  # pack_padded_sequence wants them on the CPU
+    kept = KeptBatch((torch.ones(2, 3), lengths), 0, 1, 0, rng_state(torch.device("cpu")), None, {})
+    assert kept.on_host().on(device)[1] is lengths
+    waits = replace(kept, moved=frozenset([id(kept.batch[0])]))
+    assert [tensor.device.type for tensor in waits.on(device)] == ["meta", "cpu"]
+
+
+def test_a_replay_that_fails_says_so_and_looks_at_the_gradients() -> None:
+    class Fails(Breaks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step((batch[0], next(batch[1])), batch_idx)
+
+    data = [(torch.ones(4, 16), iter([torch.ones(4, 1)])) for _ in range(5)]  # used up
+    diagnosis = _asked(Fails("gradient"), data=DataLoader(data, batch_size=None))
+    assert "the replay of batch 3 failed" in str(diagnosis.note)
+    assert diagnosis.origin is not None
+    assert diagnosis.origin.phase == "backward"
+
+
+# ---------------------------------------------------------------------- what is left behind: nothing
+
+
+class Trace(Callback):
+    """Everything a replay could have touched, after every batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        gradients = {name: p.grad for name, p in pl_module.named_parameters()}
+        self.seen.append(
+            {"gradients": {n: None if g is None else g.nan_to_num().clone() for n, g in gradients.items()}}
+        )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *rest: Any) -> None:
+        self.seen.append(
+            {
+                "buffers": {name: buffer.clone() for name, buffer in pl_module.named_buffers()},
+                "mode": [module.training for module in pl_module.modules()],
+                "numbers": torch.tensor([pl_module.steps, *pl_module.drawn, pl_module.average, *pl_module.losses]),
+                "mean": pl_module.mean.compute().clone(),
+                "logged": {name: value.clone() for name, value in trainer.callback_metrics.items()},
+                "hooks": [(len(m._forward_hooks), len(vars(m))) for m in pl_module.modules()],
+                "step": trainer.global_step,
+                "rng": torch.get_rng_state(),
+            }
+        )
+
+
+@pytest.mark.parametrize("mode", STOCK)
+@pytest.mark.parametrize("when", ["step", "end"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_replay_leaves_no_trace(mode: str, when: str, accumulate: int) -> None:
+    """On every batch, in a run with dropout, batch statistics, metrics, counters and logs."""
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": 2, **stock_for(mode)}
+    asked, plain, traces = Remembers("gradient"), Remembers("gradient"), (Trace(), Trace())
+    asks = Asks(*range(8), when=when)
+    seed_everything(1, verbose=False)
+    first = fit(asked, callbacks=[asks, traces[0]], **options)
+    seed_everything(1, verbose=False)
+    second = fit(plain, callbacks=[traces[1]], **options)
+    assert len(asks.diagnoses) >= 8
+    assert first.logged_metrics.keys() == second.logged_metrics.keys()
+    torch.testing.assert_close(traces[0].seen, traces[1].seen, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("which", ["net", "other"])
+def test_manual_optimization_is_replayed_without_stepping(which: str) -> None:
+    def way(m: Any, batch: Any, batch_idx: int) -> None:
+        in_turn(m, batch, batch_idx)
+        m.optimizers(use_pl_optimizer=False)[0].step()
+        m.lr_schedulers().step()
+
+    class Scheduled(Pair):
+        def configure_optimizers(self) -> Any:
+            optimizers = super().configure_optimizers()
+            return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
+
+    asked, plain = Scheduled(way, {BAD: which}), Scheduled(way, {BAD: which})
+    asks = Asks(BAD, when="end")
+    runner = fit(asked, callbacks=[asks], max_steps=9)
+    fit(plain, max_steps=9)
+    assert asks.diagnoses[0].origin is not None
+    assert asks.diagnoses[0].origin.module.startswith(which)
+    assert same_weights(*({n: w.nan_to_num() for n, w in weights(m).items()} for m in (asked, plain)))
+    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == len(asked.losses)

@@ -1,0 +1,275 @@
+"""A plan from a DeepSpeed JSON: thirty real ones, every word of the precision blocks, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from omegaconf import OmegaConf
+
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, PlanError
+from lightning_mp.deepspeed.merge import add_trainer, compose
+from lightning_mp.deepspeed.read import BLOCKS, REFUSED, DeepSpeedNotes, load_json
+from support.deepspeed_json import DEEPSPEED, REAL, anything, faults_of, nested
+
+read = MixedPrecisionPlan.from_deepspeed
+
+
+def notes_of(config: Any) -> DeepSpeedNotes:
+    notes = read(config).deepspeed_notes
+    assert notes is not None
+    return notes
+
+
+#: name -> precision, then what neither plan nor engine takes; or the reasons for which it is refused
+EXPECTED: dict[str, tuple[str, set[str]] | list[str]] = {
+    "accelerate-zero1": ("16-mixed", set()),
+    "accelerate-zero2-offload": ("16-mixed", set()),
+    "accelerate-zero3-offload": ("16-mixed", set()),
+    "accelerate-alst": ("bf16-mixed", set()),
+    "accelerate-zero3-model-only": ("auto", set()),
+    "llamafactory-zero0": ("auto", set()),
+    "llamafactory-zero2-autotp": ("auto", set()),
+    "llamafactory-zero3-fp8-now": ["bf16.enabled='auto' with fp16.enabled=False"],
+    "axolotl-zero1-compile": ("auto", set()),
+    "axolotl-zero3-bf16-offload": ("bf16-mixed", set()),
+    "fastchat-zero2": ("auto", set()),
+    "fastchat-zero3": ("auto", set()),
+    "dolly-v100": ("16-mixed", set()),
+    "dolly-a100": ("bf16-mixed", set()),
+    "alpaca-offload": ("auto", set()),
+    "chatglm-ptuning": ("auto", set()),
+    "qwen-zero3": ("auto", set()),
+    "llava-zero3-offload": ("auto", set()),
+    "dse-onebitlamb": ("16-mixed", set()),
+    "dse-imagenet-zero1": ("16-mixed", {"cuda_visible_devices"}),
+    "dse-deberta": ("16-mixed", set()),
+    "dse-bf16-masters": ["bf16.bf16_master_weights_and_grads=True", "bf16.bf16_optimizer_states=True"],
+    "dse-moq": ["quantize_training="],
+    "dse-glue-fp32": ("32-true", set()),
+    "dse-zenflow": ("bf16-mixed", set()),
+    "longspec-slim6b": ("16-mixed", set()),
+    "longspec-zero1-cosine": ("bf16-mixed", set()),
+    "hf-zero2": ("auto", set()),
+    "hf-zero3-fp16": ("16-mixed", set()),
+    "llamafactory-zero3-fp8-then": ["fp8="],
+}
+#: where the rule is another than DeepSpeed's defaults
+RULES = {
+    "axolotl-zero1-compile": LossScaling.deepspeed(initial_scale_power=32),
+    "dse-deberta": LossScaling.deepspeed(initial_scale_power=12),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_config_is_read_or_refused_with_its_reasons(name: str, tmp_path: Path) -> None:
+    config, expected = REAL[name]["config"], EXPECTED[name]
+    before = copy.deepcopy(config)
+    if isinstance(expected, list):
+        found = faults_of(lambda: read(config))
+        assert all(fault.problem.startswith(given) for fault, given in zip(found, expected, strict=True)), found
+        return
+    plan = read(config)
+    precision, refused = expected
+    scaled = precision in ("16-mixed", "auto")
+    assert plan.policy.precision == precision
+    assert plan.policy.loss_scaling == (RULES.get(name, DEEPSPEED) if scaled else None)
+    assert set(notes_of(config).refused) == refused
+    assert config == before
+
+
+@pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if isinstance(row, tuple) and not row[1]])
+def test_the_plan_of_a_json_runs_beside_it_and_deepspeed_reads_what_comes_out(name: str) -> None:
+    parse = pytest.importorskip("deepspeed.runtime.config").DeepSpeedConfig
+    config = copy.deepcopy(REAL[name]["config"])
+    policy, zero = read(config).policy, config.setdefault("zero_optimization", {})
+    stage = zero["stage"] = zero.get("stage") or 1
+    unread = ("longspec-zero1-cosine", "hf-zero3-fp16", "axolotl-zero1-compile")  # quoted numbers and zeros below ZeRO
+    if policy.precision == "auto" or name in unread:
+        return
+    made = compose(policy, config, stage=stage)
+    accumulate = made.get("gradient_accumulation_steps", 1)
+    world = made.get("train_batch_size", 0) // (made.get("train_micro_batch_size_per_gpu", 1) * accumulate)
+    world = max(world, 1) if "train_micro_batch_size_per_gpu" in made else 1
+    final = add_trainer(made, clip_norm=None, accumulate=accumulate, world_size=world)
+    final.pop("train_batch_size", None)  # this process is a world of one
+    seen = parse(final)
+    assert (seen.zero_optimization_stage, seen.float16_config.enabled) == (stage, policy.precision == "16-mixed")
+    assert seen.gradient_clipping == made.get("gradient_clipping", 0.0)
+
+
+def told(notes: DeepSpeedNotes, key: str) -> bool:
+    """Whether a top-level key stands in the notes, itself or entry by entry."""
+    return any(
+        name == key or name.startswith(f"{key}.") for kind in (notes.taken, notes.left, notes.refused) for name in kind
+    )
+
+
+#: a JSON, and fields of the policy
+READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"precision": "32-true"}),
+    ({"fp16.enabled": True}, {"precision": "16-mixed", "loss_scaling": DEEPSPEED}),
+    ({"fp16": {}}, {"precision": "32-true"}),
+    ({"bf16.enabled": True}, {"precision": "bf16-mixed", "loss_scaling": None}),
+    ({"fp16.enabled": True, "bf16.enabled": "auto"}, {"precision": "16-mixed"}),
+    ({"fp16.enabled": "auto", "bf16.enabled": True}, {"precision": "bf16-mixed"}),
+    ({"fp16.enabled": "auto"}, {"precision": "auto", "loss_scaling": DEEPSPEED}),
+    ({"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"}, {"precision": "bf16-mixed"}),
+    (
+        {"torch_autocast.enabled": True, "torch_autocast.dtype": "fp16"},
+        {"precision": "16-mixed", "loss_scaling": LossScaling.torch()},
+    ),
+    ({"fp16.enabled": True, "fp16.loss_scale": 128}, {"loss_scaling": LossScaling.static(128)}),
+    ({"fp16.enabled": True, "fp16.loss_scale": "auto", "fp16.hysteresis": "auto"}, {"loss_scaling": DEEPSPEED}),
+    (
+        {
+            "fp16.enabled": True,
+            "fp16.initial_scale_power": 8.0,
+            "fp16.loss_scale_window": 500.0,
+            "fp16.hysteresis": 3,
+            "fp16.consecutive_hysteresis": True,
+            "fp16.min_loss_scale": 4,
+        },
+        {"loss_scaling": LossScaling.deepspeed(0, 8, 500, 3, True, 4)},
+    ),
+    ({"communication_data_type": "bf16"}, {"reduce_dtype": "bf16"}),
+    ({"data_types.grad_accum_dtype": "fp32", "data_types.buffer_dtype": "bf16"}, {"buffer_dtype": "bf16"}),
+    ({"bf16.enabled": True, "bf16.check_grad_overflow": False}, {"nonfinite": NonFinite(action="ignore")}),
+    ({"bf16.enabled": True, "data_types.param_dtype": "bfloat16"}, {"precision": "bf16-mixed"}),
+]
+
+
+@pytest.mark.parametrize(("config", "fields"), READ, ids=[str(config) for config, _ in READ])
+def test_what_a_json_says_of_formats_is_the_policy(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    config = nested(config)
+    policy = read(config).policy
+    assert {field: getattr(policy, field) for field in fields} == fields
+    assert all(told(notes_of(config), key) for key in config)
+
+
+#: a JSON, and how each of its faults begins
+REFUSED_JSON: list[tuple[dict[str, Any], list[str]]] = [
+    ({"fp16.enabled": True, "bf16.enabled": True}, ["fp16.enabled=True and bf16.enabled=True"]),
+    (
+        {"fp16.enabled": True, "torch_autocast.enabled": True, "torch_autocast.dtype": "bf16"},
+        ["fp16.enabled=True and torch_autocast.enabled=True with dtype='bf16'"],
+    ),
+    ({"fp16.enabled": "auto", "bf16.enabled": False}, ["fp16.enabled='auto' with bf16.enabled=False"]),
+    ({"torch_autocast.enabled": "auto"}, ["torch_autocast.enabled='auto'"]),
+    ({"fp16.enabled": True, "fp16.inital_scale_power": 8}, ["unknown key fp16.inital_scale_power"]),
+    ({"fp61.enabled": True}, ["unknown key fp61"]),
+    ({"bfloat16.enabled": True}, ["unknown key bfloat16"]),
+    ({"loss_scale": 128}, ["unknown key loss_scale"]),
+    ({"fp16": "auto"}, ["fp16='auto'"]),
+    ({"fp16.enabled": True, "fp16.loss_scale": 10**400}, ["fp16: init_scale=1000"]),
+    ({"fp16.enabled": True, "fp16.initial_scale_power": 200}, ["fp16: initial_scale_power=200"]),
+    ({"fp16.fp16_master_weights_and_grads": True}, ["fp16.fp16_master_weights_and_grads=True"]),
+    ({"amp.enabled": True, "amp.opt_level": "O1"}, ["amp={"]),
+    ({"data_types.grad_accum_dtype": "bf16"}, ["data_types.grad_accum_dtype='bf16'"]),
+    (
+        {
+            "amp": True,
+            "fp16.enabled": True,
+            "fp16.hysteresis": 0,
+            "fp16.los_scale": 1,
+            "bf16.enabled": True,
+            "bf16.bf16_master_weights_and_grads": True,
+        },
+        [
+            "unknown key fp16.los_scale",
+            "fp16.hysteresis=0",
+            "amp=True",
+            "fp16.enabled=True and bf16",
+            "bf16.bf16_master",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "given"), REFUSED_JSON, ids=[str(given) for _, given in REFUSED_JSON])
+def test_what_a_plan_cannot_carry_out_is_one_error(config: dict[str, Any], given: list[str]) -> None:
+    found = faults_of(lambda: read(nested(config)))
+    assert len(found) == len(given), found
+    assert all(any(fault.problem.startswith(word) for fault in found) for word in given), found
+
+
+#: a JSON, the key that stands in the notes as refused or left, and a word of the reason
+TOLD: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"gradient_cliping": 1.0}, "refused", "gradient_cliping", "did you mean 'gradient_clipping'"),
+    ({"nebula.enabled": True}, "refused", "nebula", "removed it"),
+    ({"gradient_clipping": 1.0}, "left", "gradient_clipping", "Trainer(gradient_clip_val=...)"),
+    ({"train_batch_size": 32}, "left", "train_batch_size", "batch_size x"),
+    ({"optimizer.type": "AdamW"}, "left", "optimizer", "configure_optimizers()"),
+    ({"activation_checkpointing.partition_activations": True}, "left", "activation_checkpointing", "checkpointing="),
+    ({"zero_optimization.stage": 3}, "left", "zero_optimization", "make_strategy('deepspeed_zero1' to"),
+    ({"steps_per_print": 10}, "left", "steps_per_print", "the engine's own"),
+    ({"_comment": "as in the paper"}, "left", "_comment", "a comment"),
+    ({"comms_config.verbose": False}, "left", "comms_config", "nothing reads it"),
+    ({"amp.enabled": False}, "left", "amp", "off"),
+]
+
+
+@pytest.mark.parametrize(("config", "kind", "key", "words"), TOLD, ids=[key for _, _, key, _ in TOLD])
+def test_what_the_plan_does_not_take_is_told_with_the_reason(
+    config: dict[str, Any], kind: str, key: str, words: str
+) -> None:
+    notes = notes_of(nested(config))
+    assert words in getattr(notes, kind)[key]
+    assert kind == "refused" or not notes.taken | notes.refused
+
+
+def test_notes_print_a_line_a_key() -> None:
+    text = str(notes_of({"fp16": {"enabled": False}, "optimizer": {}, "nebula": {"enabled": True}}))
+    kinds = [line.split(":")[0].split() for line in text.splitlines()]
+    assert kinds == [["taken", "fp16.enabled"], ["left", "optimizer"], ["refused", "nebula"]]
+
+
+@given(config=anything())
+@example(config={"fp16": {"enabled": True, "min_loss_scale": 10**400}})
+@example(config={"gradient_accumulation_steps": math.inf})
+def test_any_json_is_read_with_every_key_told_or_refused(config: dict[str, Any]) -> None:
+    before = repr(config)
+    try:
+        notes = notes_of(config)
+    except PlanError:
+        notes = None
+    assert repr(config) == before
+    assert notes is None or [key for key in config if not told(notes, key)] == []
+
+
+# ---------------------------------------------------------------------- files, and the lists of keys
+
+
+def test_a_file_a_mapping_and_omegaconf_read_as_the_same_plain_dict(tmp_path: Path) -> None:
+    small = {"fp16": {"enabled": True, "loss_scale": 0}, "optimizer": {"params": {"betas": [0.9, 0.95]}}}
+    path = tmp_path / "ds.json"
+    path.write_text("\ufeff" + json.dumps(small), encoding="utf-8")
+    for source in (small, OmegaConf.create(small), path, str(path)):
+        found = load_json(source)
+        assert found == small
+        assert (type(found), type(found["optimizer"]["params"]["betas"])) == (dict, list)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [('{"fp16": {}\n // on\n}', "line 2"), ("", "line 1"), ("[1]", "a list"), (None, "No such file")]
+)
+def test_a_file_that_is_no_json_object_says_where_and_why(text: str | None, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    (fault,) = faults_of(lambda: load_json(path))
+    assert str(path) in fault.problem
+    assert words in fault.problem
+
+
+def test_the_lists_of_keys_are_the_installed_deepspeeds() -> None:
+    config = pytest.importorskip("deepspeed.runtime.config")
+    precision = pytest.importorskip("deepspeed.runtime.precision_config")
+    assert set(getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())) <= set(REFUSED)
+    for name, model in {"fp16": precision.DeepSpeedFP16Config, "bf16": precision.DeepSpeedBF16Config}.items():
+        assert set(BLOCKS[name]) == set(model.model_fields), name

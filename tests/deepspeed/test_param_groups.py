@@ -1,0 +1,95 @@
+"""Groups of one dtype each: every group keeps its settings, and schedules follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as schedules
+
+from lightning_mp.deepspeed.strategy import regroup, split_by_dtype
+
+
+def _weight(dtype: torch.dtype = torch.float32, trained: bool = True) -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=trained)
+
+
+def _sgd(*groups: list[nn.Parameter]) -> Optimizer:
+    rated = [{"params": members, "lr": 1.0 / (index + 1)} for index, members in enumerate(groups)]
+    return SGD(rated, lr=9.0, momentum=0.9)
+
+
+def _two() -> tuple[Optimizer, list[nn.Parameter]]:
+    """fp16 and fp32 in the first group, fp16 in the second."""
+    members = [_weight(torch.float16), _weight(), _weight(torch.float16)]
+    return _sgd(members[:2], members[2:]), members
+
+
+def _ids(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def test_fp32_comes_first_and_each_piece_keeps_its_groups_settings() -> None:
+    optimizer, (half, whole, other) = _two()
+    assert split_by_dtype(optimizer, None) == [0, 0, 1]
+    assert _ids(optimizer) == [[id(whole)], [id(half)], [id(other)]]
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 1.0, 0.5]
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.9}
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert optimizer.param_groups[1]["lr"] == 1.0  # no dict is shared
+
+
+def test_a_frozen_half_weight_neither_splits_a_group_nor_leads_it() -> None:
+    """DeepSpeed takes the first parameter's dtype for that of the engine."""
+    frozen, trained = _weight(torch.bfloat16, trained=False), _weight()
+    optimizer = _sgd([frozen, trained])
+    assert split_by_dtype(optimizer, None) == [0]
+    assert _ids(optimizer) == [[id(trained), id(frozen)]]
+
+
+def test_a_group_with_nothing_to_train_comes_last() -> None:
+    frozen, half, whole = _weight(trained=False), _weight(torch.bfloat16), _weight()
+    optimizer = _sgd([frozen], [half], [whole])
+    assert split_by_dtype(optimizer, None) == [2, 1, 0]
+    assert _ids(optimizer) == [[id(whole)], [id(half)], [id(frozen)]]
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, [lambda n: 1 / (1 + n), lambda n: 1 / (3 + n)]),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, max_lr=[0.1, 0.5], total_steps=12),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [SCHEDULES["LambdaLR"](o), schedules.StepLR(o, 2), schedules.ExponentialLR(o, 0.5)], [2, 5]
+    ),
+    "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0, min_lr=[0.3, 0.1]),
+}
+
+
+def _rates(optimizer: Optimizer, schedule: Any, steps: int = 9) -> list[list[float]]:
+    found: list[list[float]] = []
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step(1.0) if isinstance(schedule, schedules.ReduceLROnPlateau) else schedule.step()
+        found.append([float(group["lr"]) for group in optimizer.param_groups])
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_piece_follows_its_groups_schedule(name: str) -> None:
+    plain, _ = _two()
+    expected = _rates(plain, SCHEDULES[name](plain))
+    optimizer, _ = _two()
+    schedule = SCHEDULES[name](optimizer)
+    source_group = split_by_dtype(optimizer, schedule)
+    assert _rates(optimizer, schedule) == [[rates[group] for group in source_group] for rates in expected]
+
+
+def test_lists_that_are_no_groups_stay_though_they_are_as_long() -> None:
+    state = {"base_lrs": [1.0, 2.0], "_milestones": [3, 5], "milestones": [3, 5], "_schedule_phases": [{}, {"a": 1}]}
+    regroup(state, 2, [1, 1, 0])
+    assert state["base_lrs"] == [2.0, 2.0, 1.0]
+    assert (state["_milestones"], state["milestones"]) == ([3, 5], [3, 5])
+    assert state["_schedule_phases"] == [{}, {"a": 1}]

@@ -1,0 +1,488 @@
+"""Every rule: what it fires on, and what it leaves alone; healthy runs, recorded and made, have no alert."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from lightning_mp import PlanError
+from lightning_mp.health.alerts import RULE_KINDS, Alerts, AlertSettings, Operand, Reading
+from lightning_mp.record.events import Event, Kind
+
+
+def rows(**columns: Sequence[Any]) -> list[Reading]:
+    """A reading a step, from columns of equal length."""
+    names = list(columns)
+    return [
+        Reading(step=step, **dict(zip(names, row, strict=True)))
+        for step, row in enumerate(zip(*columns.values(), strict=True))
+    ]
+
+
+def said(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[Event]:
+    """The events of one rule alone."""
+    alerts = Alerts({"kinds": [kind], **settings})
+    return [event for reading in readings for event in alerts.judge(reading)]
+
+
+def steps(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[int]:
+    """The steps at which one rule spoke."""
+    return [event.step for event in said(kind, readings, **settings)]
+
+
+def noise(count: int, level: float = 1.0, spread: float = 0.2, seed: int = 0) -> list[float]:
+    """Positive numbers around a level, independent of one another."""
+    draw = random.Random(seed)
+    return [level * draw.lognormvariate(0.0, spread) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"spike_ration": 20}, "Did you mean 'spike_ratio'"),
+        ({"kinds": ["loss_plateu"]}, "Did you mean 'loss_plateau'"),
+        ({"plateau_window": 200.5}, "a whole number >= 8"),
+        ({"divergence_window": 1}, "a whole number >= 8"),
+        ({"streak_skips": 0}, "a whole number >= 1"),
+        ({"memory_gib": 0}, "a number > 0"),
+        ({"spike_ratio": float("nan")}, "default is 10"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_says_what_could(given: object, says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)):
+        AlertSettings.of(given)  # type: ignore[arg-type]
+
+
+ARMED = AlertSettings().spike_window
+
+
+def with_spikes(at: dict[int, float], count: int = 300, **kind: float) -> list[float]:
+    """Noise of which some steps are so many times as large."""
+    return [norm * at.get(step, 1.0) for step, norm in enumerate(noise(count, **kind))]  # type: ignore[arg-type]
+
+
+def calm(*last: float) -> list[float]:
+    """A model that knows its data: norms a thousandth of what they were."""
+    return [*(norm * (1.0 if step < 100 else 1e-3) for step, norm in enumerate(noise(400, spread=0.1))), *last]
+
+
+def swinging() -> list[float]:
+    """Norms over two orders of magnitude all the time: 15 times the median is nothing new."""
+    norms = noise(300, spread=0.9)
+    norms[170] = 15.0
+    return norms
+
+
+#: norms, settings, the steps at which it is heard; a spike that lasts some steps is told once
+SPIKES: dict[str, tuple[list[float], dict[str, float], list[int]]] = {
+    "3 times the median": (with_spikes({170: 3}, spread=0.1), {}, []),
+    "7 times": (with_spikes({170: 7}, spread=0.1), {}, []),
+    "30 times": (with_spikes({170: 30}, spread=0.1), {}, [170]),
+    "a million times": (with_spikes({170: 1e6}, spread=0.1), {}, [170]),
+    "a ratio without deviations": (swinging(), {}, []),
+    "deviations without a ratio": (with_spikes({170: 2.0}, spread=0.005), {}, []),
+    "a lower ratio": (with_spikes({170: 2.0}, spread=0.005), {"spike_ratio": 1.5}, [170]),
+    "a small norm": (calm(0.039), {}, []),
+    "a small norm, farther off": (calm(0.2), {}, [400]),
+    "a small norm that counts": (calm(0.039), {"spike_level": 0.01}, [400]),
+    "before a window was seen": (with_spikes({ARMED - 1: 1e3}, spread=0.1), {}, []),
+    "as soon as one was": (with_spikes({ARMED: 1e3}, spread=0.1), {}, [ARMED]),
+    "twice": (with_spikes({170: 100.0, 171: 200.0, 173: 80.0, 220: 100.0}, spread=0.1), {}, [170, 220]),
+}
+
+
+@pytest.mark.parametrize(("norms", "settings", "heard"), SPIKES.values(), ids=SPIKES)
+def test_a_spike_is_far_off_as_a_ratio_and_in_deviations(
+    norms: list[float], settings: dict[str, float], heard: list[int]
+) -> None:
+    assert steps("grad_norm_spike", rows(grad_norm=norms), **settings) == heard
+
+
+@settings(max_examples=50)
+@given(power=st.integers(-60, 60), seed=st.integers(0, 2**16), at=st.integers(ARMED, 149), times=st.floats(1, 1e4))
+def test_units_do_not_matter(power: int, seed: int, at: int, times: float) -> None:
+    """Powers of two, so that no number is rounded."""
+    norms = with_spikes({at: times}, count=150, seed=seed)
+    scaled = [norm * 2.0**power for norm in norms]
+    assert steps("grad_norm_spike", rows(grad_norm=scaled)) == steps("grad_norm_spike", rows(grad_norm=norms))
+
+
+def falling(count: int = 300, seed: int = 0, start: float = 4.0, end: float = 2.0) -> list[float]:
+    """A loss that falls as losses do, with noise."""
+    shape = [end + (start - end) * math.exp(-step / 50) for step in range(count)]
+    return [loss + 0.1 * (draw - 1) for loss, draw in zip(shape, noise(count, seed=seed), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("after", "found"),
+    [
+        ([3.5, 3.6, 3.7, 4.0], [302]),
+        ([50.0, 1e4, 1e9], [302]),
+        ([50.0, 2.0, 50.0, 2.0, 50.0], []),  # bad batches
+        ([2.3] * 20, []),  # a harder stretch of data
+    ],
+    ids=["back where it began", "away", "bad batches", "a harder stretch"],
+)
+def test_three_readings_in_a_row_that_lose_what_was_learned(after: list[float], found: list[int]) -> None:
+    assert steps("loss_divergence", rows(loss=falling() + after)) == found
+
+
+def test_a_loss_near_zero_may_multiply() -> None:
+    """Learned by heart: from 10 to a millionth, and a thousandfold of that is no loss of progress."""
+    losses = [10.0] * 10 + [1e-6] * 200 + [1e-3] * 10
+    assert steps("loss_divergence", rows(loss=losses)) == []
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**16), level=st.floats(-50, 50), spread=st.floats(0.01, 0.4))
+def test_noise_around_a_level_is_no_divergence(seed: int, level: float, spread: float) -> None:
+    losses = [level + draw - 1 for draw in noise(600, spread=spread, seed=seed)]
+    assert steps("loss_divergence", rows(loss=losses)) == []
+
+
+WINDOW = AlertSettings().plateau_window
+
+
+def learning(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """A loss from 4 to 2 with weights that move: each row a reading's numbers."""
+    draws = zip(noise(count, seed=seed), noise(count, seed=seed + 1), noise(count, seed=seed + 2), strict=True)
+    return [
+        {
+            "loss": 2 + 2 * math.exp(-step / 60) + 0.2 * (loss - 1),
+            "grad_norm": norm,
+            "update_ratio": 1e-3 * ratio,
+            "lr": 1e-3,
+        }
+        for step, (loss, norm, ratio) in enumerate(draws)
+    ]
+
+
+def dead(count: int, level: float = 2.0, seed: int = 9, **columns: Any) -> list[dict[str, Any]]:
+    """A loss that only wobbles; nothing moves unless told otherwise."""
+    still = {"update_ratio": 0.0, "lr": 1e-3, **columns}
+    draws = zip(noise(count, seed=seed), noise(count, seed=seed + 1), strict=True)
+    return [{"loss": level + 0.2 * (loss - 1), "grad_norm": norm} | still for loss, norm in draws]
+
+
+def read(*parts: list[dict[str, Any]]) -> list[Reading]:
+    return [Reading(step=step, **row) for step, row in enumerate(row for part in parts for row in part)]
+
+
+def test_a_run_at_the_noise_floor_of_its_data_has_converged() -> None:
+    assert steps("loss_plateau", read(learning(3000))) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "cause"),
+    [
+        ({}, "weights do not move"),
+        ({"lr": 0.0}, "the learning rate is 0"),
+        ({"lr": None, "update_ratio": 1e-7}, "weights do not move"),
+        ({"grad_norm": 0.0, "update_ratio": None}, "gradients are zero"),
+    ],
+    ids=["still", "rate 0", "hardly moving", "no gradients"],
+)
+def test_weights_that_stopped_are_found_a_window_later(columns: dict[str, Any], cause: str) -> None:
+    (event,) = said("loss_plateau", read(learning(600), dead(WINDOW + 3, **columns)))
+    assert event.severity == "warning"
+    assert cause in event.cause
+    assert 600 <= event.step < 600 + WINDOW + 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "severity"),
+    [
+        ({}, "warning"),
+        ({"lr": 0.0}, "warning"),
+        ({"update_ratio": 1e-9, "lr": 1e-9}, "warning"),
+        ({"update_ratio": 1e-3}, "info"),
+        ({"update_ratio": None}, "info"),
+    ],
+)
+def test_a_loss_where_it_began_is_an_alert_only_if_nothing_moves(columns: dict[str, Any], severity: str) -> None:
+    """Where weights move it may be noise over what is nearly known: the event says what was seen, no more."""
+    (event,) = said("loss_plateau", read(dead(WINDOW + 50, level=4.0, **columns)))
+    assert (event.step, event.severity, event.evidence["window"]) == (WINDOW - 1, severity, WINDOW)
+    assert ("weights move" in event.cause) == (severity == "info")
+
+
+def test_a_falling_gradient_norm_is_no_plateau() -> None:
+    """At a loss of zero everything gets smaller."""
+    readings = [Reading(step=step, loss=1e-9, grad_norm=0.98**step, update_ratio=0.0, lr=1e-3) for step in range(900)]
+    assert steps("loss_plateau", readings) == []
+
+
+def test_a_schedule_may_end_at_nothing() -> None:
+    """A cosine's last steps hardly move a weight, and are meant not to."""
+    rates = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 5000)) for step in range(5000)]
+    rows_ = learning(5000)
+    readings = [
+        Reading(step=step, **{**row, "lr": rate, "update_ratio": rate})
+        for step, (row, rate) in enumerate(zip(rows_, rates, strict=True))
+    ]
+    assert steps("loss_plateau", readings) == []
+
+
+def test_warm_up_is_waited_for() -> None:
+    """While the rate rises from nearly nothing, a loss that has not fallen yet is no news."""
+    readings = [
+        Reading(step=step, loss=loss, grad_norm=1.0, update_ratio=1e-6 * (step + 1), lr=1e-6 * (step + 1))
+        for step, loss in enumerate(noise(500, level=4.0, spread=0.02))
+    ]
+    assert steps("loss_plateau", readings) == []
+
+
+def timed(seconds: list[float], batch: int = 8) -> list[Reading]:
+    return [Reading(step=step, samples_per_s=batch / each, seconds=each) for step, each in enumerate(seconds)]
+
+
+def test_the_third_slow_step_is_the_word() -> None:
+    (event,) = said("throughput_drop", timed(noise(200, level=0.01) + [0.1] * 50))
+    assert event.step == 202
+    assert event.evidence["samples_per_s"] == pytest.approx(80)
+    assert event.evidence["ratio"] == pytest.approx(0.1, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [[1.0], [1.0, 1.0], [1.0, 0.01, 1.0, 0.01, 1.0], [0.02] * 50],
+    ids=["a hiccup", "two", "several", "half as fast"],
+)
+def test_a_hiccup_is_no_drop(slow: list[float]) -> None:
+    assert steps("throughput_drop", timed(noise(200, level=0.01) + slow + noise(50, level=0.01))) == []
+
+
+def test_a_busy_machine_asks_for_more_in_a_row() -> None:
+    """Three slow steps among a hundred fast ones before: six in a row are needed."""
+    busy = noise(200, level=0.01)
+    for hiccup in (120, 150, 180):
+        busy[hiccup] = 0.1
+    assert steps("throughput_drop", timed(busy + [0.1] * 50)) == [205]
+
+
+def test_tokens_count_before_samples() -> None:
+    """Longer sequences are fewer samples a second, and no drop."""
+    readings = rows(samples_per_s=[100.0] * 200 + [10.0] * 9, tokens_per_s=[1e4] * 209)
+    assert steps("throughput_drop", readings) == []
+
+
+def test_memory_that_creeps_is_found_once_with_its_pace() -> None:
+    grown = [4.0 + 0.001 * step for step in range(1000)]
+    (event,) = said("memory_growth", rows(memory_gib=grown))
+    assert event.step == AlertSettings().memory_warmup + AlertSettings().memory_window - 1
+    assert event.evidence["gib_per_1000_steps"] == pytest.approx(0.9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "gib",
+    [
+        [4.0] * 1000,
+        [1.0 + 3.0 * min(step, 40) / 40 for step in range(1000)],  # a warm-up
+        [4.0] * 400 + [6.0] * 600,  # another shape, once
+        [4.0 + (step % 100) * 0.01 for step in range(1000)],  # emptied at the end of an epoch
+        [4.0 + 1e-5 * step for step in range(1000)],  # too little to mention
+        [80.0 + 2e-3 * step for step in range(1000)],  # likewise, of 80 GiB
+    ],
+)
+def test_other_memory_is_left_alone(gib: list[float]) -> None:
+    assert steps("memory_growth", rows(memory_gib=gib)) == []
+
+
+KINDS: tuple[Kind, ...] = ("skip_streak", "scale_collapse")
+
+
+def scaled(
+    overflows: str, init: float = 2.0**16, floor: float = 1.0, interval: int = 100, every: int = 1
+) -> list[Reading]:
+    """A torch scaler over steps of which ``x`` overflows, read every so many steps."""
+    readings, scale, clean, row = [], init, 0, 0
+    for step, sign in enumerate(overflows):
+        bad = sign == "x"
+        row, clean = (row + 1, 0) if bad else (0, clean + 1)
+        scale = max(floor, scale / 2) if bad else scale
+        if clean == interval:
+            scale, clean = scale * 2, 0
+        readings.append(
+            Reading(step=step, loss_scale=scale, skipped=bad, skips_in_a_row=row, scale_at_floor=scale <= floor)
+        )
+    return readings[every - 1 :: every]
+
+
+def all_said(readings: list[Reading]) -> dict[Kind, list[int]]:
+    return {kind: found for kind in KINDS if (found := steps(kind, readings))}
+
+
+@pytest.mark.parametrize(
+    ("overflows", "options"),
+    [
+        ("." * 2000, {}),
+        ("xxxxx" + "." * 500, {}),
+        ("x.xx..xxxxx" + "." * 500, {}),
+        ("..xxxxx" + "." * 150 + "xx" + "." * 500, {}),
+        ("x" * 13 + "." * 500, {"init": 2.0**24}),  # eight of these search from above
+        ("x" * 16 + "." * 200, {"init": 2.0**32}),
+        (("." * 40 + "x") * 20, {"interval": 40}),
+        ("." * 2000, {"interval": 100, "every": 50}),
+        ("." * 500, {"init": 1.0, "interval": 10_000}),  # at the floor, where nothing overflows
+        ("x" + "." * 9 + "x" + "." * 300, {"init": 1.0, "interval": 10_000}),
+    ],
+)
+def test_ordinary_overflows_are_no_alert(overflows: str, options: dict[str, float]) -> None:
+    assert all_said(scaled(overflows, **options)) == {}  # type: ignore[arg-type]
+
+
+def test_six_skips_in_a_row_are_a_streak_told_once() -> None:
+    (event,) = said("skip_streak", scaled("." * 50 + "x" * 30 + "." * 50))
+    assert (event.step, event.value) == (55, 6.0)
+    assert event.evidence == {"skips_in_a_row": 6, "loss_scale": 2.0**10}
+    assert steps("skip_streak", scaled("." * 50 + "x" * 8 + "." * 50 + "x" * 8)) == [55, 113]
+
+
+def test_a_scale_at_its_floor_that_still_overflows_has_collapsed() -> None:
+    """2**16 is used up after 16 overflows; the third skip at the floor is the word."""
+    (event,) = said("scale_collapse", scaled("." * 20 + "x" * 40))
+    assert (event.step, event.severity, event.value) == (20 + 15 + 2, "error", 1.0)
+    assert event.evidence["skipped_at_floor"] == 3
+
+
+def test_a_scale_without_a_floor_has_collapsed_below_one() -> None:
+    """torch's own scaler goes on to 1e-38."""
+    assert steps("scale_collapse", scaled("x" * 40, floor=0.0)) == [18]
+
+
+RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "healthy.json").read_text())
+
+
+def readings(name: str) -> list[Reading]:
+    run = RECORDED[name]
+    skipped, scales = set(run["skipped"]), dict(run["scale"])
+    found, scale, row = [], None, 0
+    for step, (loss, norm, ratio) in enumerate(zip(run["loss"], run["grad_norm"], run["update_ratio"], strict=True)):
+        scale, row = scales.get(step, scale), row + 1 if step in skipped else 0
+        found.append(
+            Reading(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                update_ratio=ratio,
+                loss_scale=scale,
+                skipped=step in skipped,
+                skips_in_a_row=row,
+            )
+        )
+    return found
+
+
+def troubled(seed: int = 0) -> list[Reading]:
+    """A run in which every rule finds something."""
+    columns = zip(noise(700, 2.0, 0.05, seed), noise(700, 1.0, 0.2, seed + 1), strict=True)
+    readings = []
+    for step, (loss, norm) in enumerate(columns):
+        late, stuck = step >= 300, step >= 650
+        readings.append(
+            Reading(
+                step=step,
+                loss=9.0 if 600 <= step < 610 else loss,
+                grad_norm=norm * (1000 if step == 280 else 1),
+                update_ratio=0.0,
+                lost_updates=0.9,
+                fp8={
+                    ("layer", "input"): Operand(
+                        0.5 if late else 0.0, 2.0**10 if stuck else 1.0, 0.4 if stuck else 448.0
+                    )
+                },
+                loss_scale=1.0 if stuck else 2.0**16,
+                skipped=stuck,
+                skips_in_a_row=max(0, step - 649),
+                scale_at_floor=stuck,
+                lr=1e-3,
+                samples_per_s=10.0 if late else 100.0,
+                memory_gib=4.0 + 0.001 * step,
+            )
+        )
+    return readings
+
+
+def run(alerts: Alerts, readings: list[Reading]) -> list[Event]:
+    return [event for reading in readings for event in alerts.judge(reading)]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_healthy_run_is_no_alert(name: str) -> None:
+    """Runs of 2,000 steps: of long tails, of a batch learned by heart, of a warm-up in fp16."""
+    assert run(Alerts(), readings(name)) == []
+
+
+def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
+    events = run(Alerts(), troubled())
+    assert sorted(event.kind for event in events) == sorted(RULE_KINDS)
+    for event in events:
+        assert event.is_alert
+        assert event.cause
+        assert event.advice
+        assert event.evidence
+        assert event.value is not None
+        of_fp8 = "role" in event.evidence
+        assert (event.rank, event.module, event.action) == (None, "layer" if of_fp8 else None, "log")
+
+
+RUNS, STEPS, FEATURES, HELD_OUT = 50, 300, 32, 4096
+
+
+def logits(weights: Tensor, x: Tensor) -> Tensor:
+    return (x @ weights.unsqueeze(-1)).squeeze(-1)
+
+
+def batch(truth: Tensor, rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Features of each run, and labels that follow them only a little."""
+    x = torch.randn(RUNS, rows, FEATURES, generator=draw)
+    return x, torch.bernoulli(torch.sigmoid(logits(truth, x)), generator=draw)
+
+
+def loss_of(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return binary_cross_entropy_with_logits(logits(weights, x), y, reduction="none")
+
+
+@pytest.mark.parametrize(("rows", "lr"), [(8, 3e-3), (32, 1e-3)])
+def test_flat_noisy_losses_give_no_alert(rows: int, lr: float) -> None:
+    """Fifty heads on frozen features, trained next to one another by Adam."""
+    draw = torch.Generator().manual_seed(rows)
+    truth = 0.5 * torch.randn(RUNS, FEATURES, generator=draw) / math.sqrt(FEATURES)
+    weights = (truth + 0.03 * torch.randn(RUNS, FEATURES, generator=draw)).requires_grad_()
+    held_out = batch(truth, HELD_OUT, draw)
+    before = loss_of(weights.detach() * 0, *held_out)
+    with torch.no_grad():
+        weights.mul_(0.1)
+    optimizer = torch.optim.Adam([weights], lr=lr)
+    readings: list[list[Reading]] = [[] for _ in range(RUNS)]
+    for step in range(STEPS):
+        losses = loss_of(weights, *batch(truth, rows, draw)).mean(1)
+        optimizer.zero_grad()
+        losses.sum().backward()
+        old, gradients = weights.detach().clone(), weights.grad
+        assert gradients is not None
+        optimizer.step()
+        moved = (weights.detach() - old).norm(dim=1) / old.norm(dim=1)
+        numbers = torch.stack([losses.detach(), gradients.norm(dim=1), moved], 1)
+        for run, (loss, norm, ratio) in zip(readings, numbers.tolist(), strict=True):
+            run.append(Reading(step=step, loss=loss, grad_norm=norm, update_ratio=ratio, lr=lr))
+    fallen = before - loss_of(weights.detach(), *held_out)
+    assert (fallen.mean() / (fallen.std() / math.sqrt(fallen.numel()))) > 28
+    said = []
+    for run in readings:
+        alerts = Alerts()
+        said += [event for reading in run for event in alerts.judge(reading)]
+    assert [event for event in said if event.is_alert] == []
+    assert any(event.kind == "loss_plateau" for event in said)  # flat they are

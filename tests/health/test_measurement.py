@@ -1,0 +1,340 @@
+"""The parts of a reading: norms, the loss scale and skips wherever they are kept, FLOPs, and the way to the host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp import LossScaling
+from lightning_mp.health import measurement
+from lightning_mp.health.measurement import (
+    LAG,
+    Layout,
+    Sent,
+    Shard,
+    SquareSums,
+    ToHost,
+    copied,
+    memory,
+)
+from lightning_mp.health.scale_sources import (
+    DeepSpeedSource,
+    PlanSource,
+    ScaleSource,
+    SkipCount,
+    StockSource,
+)
+from lightning_mp.health.throughput import CountFlops
+from lightning_mp.numerics.loss_scale import LossScaler
+from support.counting import Asked
+from support.language import LENGTH, VOCABULARY, WIDTH, gpt2
+from support.loops import OPTIMIZERS, backward, net
+
+CPU = torch.device("cpu")
+
+
+def shards(*tensors: Tensor) -> list[Shard]:
+    return [Shard(tensor, ()) for tensor in tensors]
+
+
+def norm(*tensors: Tensor) -> float:
+    return float(torch.cat([tensor.double().flatten() for tensor in tensors]).norm())
+
+
+def sums() -> SquareSums:
+    return SquareSums(CPU, [()])
+
+
+def test_of_a_large_parameter_pieces_from_all_of_it_are_kept() -> None:
+    large = torch.randn(3 * measurement.PIECES * measurement.PIECE + 5)
+    (shard,) = copied(shards(large)).values()
+    assert norm(shard.tensor) == pytest.approx(norm(large) / 3**0.5, rel=0.05)
+    assert shard.tensor[-1, -1] in large[-large.numel() // 16 :]
+
+
+def test_gradients_of_every_kind_have_their_norm() -> None:
+    """Sparse ones once an index, complex ones as pairs, none at all as nothing."""
+    table, wave, idle = (
+        nn.Embedding(9, 4, sparse=True),
+        nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+        nn.Linear(2, 2),
+    )
+    (table(torch.tensor([1, 1, 2])).sum() + (wave * 2).abs().pow(2).sum()).backward()
+    layout, found = Layout(), sums()
+    members: list[Any] = [table.weight, wave, idle.weight]
+    found.add([layout.gradient(member) for member in members], "all")
+    dense = torch.tensor([2.0] * 4 + [1.0] * 4)
+    assert found.norms()["all"].item() == pytest.approx(norm(dense, torch.view_as_real(wave.grad)), rel=1e-6)
+    assert layout.parameter(wave).tensor.shape == (3, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is resident now")
+def test_on_a_cpu_memory_is_what_the_process_holds_and_its_peak() -> None:
+    before, _, _ = memory(CPU)
+    held = torch.ones(2**27)  # half a GiB
+    assert before is not None
+    now, reserved, peak = memory(CPU)
+    assert now == pytest.approx(before + held.nbytes / 2**30, abs=0.1)
+    assert reserved is None
+    assert peak is not None
+    assert peak >= before + held.nbytes / 2**30 - 0.1
+    assert memory(torch.device("meta")) == (None, None, None)
+
+
+#: torch's fused SGD reads uninitialised momentum after a skipped first step
+SOUND = [name for name in OPTIMIZERS if name != "SGD with momentum"]
+
+
+traces = st.lists(st.booleans(), min_size=1, max_size=12)
+
+
+def expected(trace: list[bool]) -> list[tuple[int, int]]:
+    """Skips in total and in a row after each step."""
+    found, total, row = [], 0, 0
+    for skipped in trace:
+        total, row = total + skipped, (row + 1) * skipped
+        found.append((total, row))
+    return found
+
+
+def followed(source: ScaleSource, scaler: GradScaler, optimizer: str, trace: list[bool], after: Any = None) -> Any:
+    """Total and row after each step of a plain loop."""
+    model = net()
+    stepped, skips, found = OPTIMIZERS[optimizer](model.parameters()), SkipCount(source), []
+    to_host = ToHost(CPU)
+    for step, overflow in enumerate(trace):
+        stepped.zero_grad()
+        backward(model, scaler, step, overflow)
+        skips.before_step()
+        scaler.step(stepped)
+        scaler.update()
+        if after is not None:
+            after(overflow)
+        skips.after_batch()
+        values = to_host.read({"total": skips.total, "row": skips.in_a_row})
+        found.append((values["total"], values["row"]))
+    assert skips.attempts == len(trace)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", SOUND)
+@settings(max_examples=10)
+@given(trace=traces)
+def test_torchs_scaler_skips_where_its_scale_falls(optimizer: str, trace: list[bool]) -> None:
+    """Also where it grows in between: an interval of 1 undoes every backoff at once."""
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    source = StockSource(scaler, CPU)
+    assert followed(source, scaler, optimizer, trace) == expected(trace)
+    state, scale = scaler.state_dict(), source.scale()
+    assert (float(scale.scale), int(scale.growth_tracker)) == (state["scale"], state["_growth_tracker"])
+    assert (scale.hysteresis, scale.floor) == (None, 0.0)
+
+
+def test_a_scale_of_zero_cannot_fall_and_skips_all_the_same() -> None:
+    scaler = GradScaler("cpu", init_scale=2.0**-148)
+    assert followed(StockSource(scaler, CPU), scaler, "SGD", [True] * 4)[-1] == (4, 4)
+
+
+@settings(max_examples=10)
+@given(trace=traces)
+def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
+    scaler = LossScaler(LossScaling.megatron(initial_scale=2.0**10, growth_interval=3, hysteresis=2))
+    source = PlanSource(scaler)
+    assert followed(source, scaler, "AdamW", trace) == expected(trace)
+    scale, state = source.scale(), scaler.state_dict()
+    assert scale is not None
+    assert float(scale.scale) == state["scale"]
+    assert scale.hysteresis is not None
+    assert int(scale.hysteresis) == state["hysteresis_left"]
+    assert scale.floor == scaler.config.floor
+
+
+class Engine:
+    """A ``DeepSpeedEngine`` as far as it is asked, around DeepSpeed's own scaler."""
+
+    def __init__(self, scaler: Any, fp16: bool = True) -> None:
+        self.optimizer = type("Optimizer", (), {"loss_scaler": scaler})()
+        self.skipped_steps, self._fp16 = 0, fp16
+
+    def fp16_enabled(self) -> bool:
+        return self._fp16
+
+
+@settings(max_examples=20)
+@given(trace=traces)
+def test_deepspeeds_own_scaler(trace: list[bool]) -> None:
+    host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    window = 3
+    scaler = host.DynamicLossScaler(2.0**10, window, 2.0, 2, False, raise_error_at_min_scale=False)
+    engine, clean = Engine(scaler), 0
+    skips = SkipCount(DeepSpeedSource(engine))
+    for overflow, counts in zip(trace, expected(trace), strict=True):
+        skips.before_step()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(host.dist, "get_rank", lambda: 1)  # it asks who is to print
+            scaler.update_scale(overflow)
+        engine.skipped_steps += overflow
+        skips.after_batch()
+        clean = 0 if overflow else clean + 1
+        assert (skips.total, skips.in_a_row) == counts
+        scale = DeepSpeedSource(engine).scale()
+        assert scale is not None
+        assert (scale.scale, scale.growth_tracker) == (scaler.cur_scale, clean % window)
+        assert (scale.hysteresis, scale.floor) == (scaler.cur_hysteresis, 2.0)
+
+
+ROWS, IN, HIDDEN, OUT = 4, 8, 16, 6
+
+
+#: a product's FLOPs: two a multiplication and addition
+FIRST, SECOND = 2 * ROWS * IN * HIDDEN, 2 * ROWS * HIDDEN * OUT
+
+
+HEADS, SEQUENCE, DIM = 2, 16, 8
+
+
+PRODUCT = 2 * ROWS * HEADS * SEQUENCE * SEQUENCE * DIM
+
+
+def flops_of(run: Callable[[], Any]) -> int:
+    with CountFlops() as flops:
+        run()
+    return flops.total
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT))
+
+
+def train(forward: Callable[[Tensor], Tensor], *, inputs: bool = False) -> None:
+    forward(torch.randn(ROWS, IN, requires_grad=inputs)).sum().backward()
+
+
+def test_a_net_costs_what_paper_says() -> None:
+    """Forward, the weights' gradients, and the inputs' where someone wants them."""
+    assert flops_of(lambda: train(layers())) == (FIRST + SECOND) * 2 + SECOND
+    assert flops_of(lambda: train(layers(), inputs=True)) == (FIRST + SECOND) * 3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_on_a_cpu_costs_its_two_products_and_four_behind(causal: bool) -> None:
+    q = torch.randn(ROWS, HEADS, SEQUENCE, DIM, requires_grad=True)
+    run = partial(functional.scaled_dot_product_attention, q, q, q, is_causal=causal)
+    assert flops_of(lambda: run().sum().backward()) == 6 * PRODUCT
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_recomputed_is_not_flops_of(reentrant: bool) -> None:
+    model = layers()
+    again = partial(checkpoint, model, use_reentrant=reentrant)
+    assert flops_of(lambda: train(again, inputs=True)) == flops_of(lambda: train(model, inputs=True))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_language_model_costs_six_a_weight_and_token_and_its_attention(attention: str) -> None:
+    """Whatever computes the attention: what a fused one computes again in the backward pass is not the model's."""
+    model, tokens = gpt2(attn_implementation=attention), 2 * LENGTH
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
+    matrices = 2 * 12 * WIDTH * WIDTH + VOCABULARY * WIDTH
+    products = 2 * 6 * 2 * tokens * LENGTH * WIDTH  # in two layers, two products and four behind
+
+    def run() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    assert flops_of(run) == 6 * matrices * tokens + products
+
+
+class Event:
+    """One of CUDA's, as far as it is asked."""
+
+    def __init__(self, arrived: bool) -> None:
+        self.arrived, self.waited = arrived, False
+
+    def query(self) -> bool:
+        return self.arrived
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def test_only_cuda_whose_event_is_awaited_copies_without_waiting() -> None:
+    """MPS could be read before the numbers are there; a CPU stands for any other device."""
+    waits: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                waits.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        assert ToHost(CPU).read({"loss": torch.tensor(2.0)}) == {"loss": 2.0}
+    assert waits == [True]
+
+
+class Slow(ToHost):
+    """A device that has arrived at some steps."""
+
+    def __init__(self, arrived: list[bool], ranks: int = 1) -> None:
+        super().__init__(CPU, ranks)
+        self.events = [Event(each) for each in arrived]
+        self._coming = iter(self.events)
+
+    def _start(self, *args: Any) -> Sent:
+        sent = super()._start(*args)
+        sent.event = next(self._coming)
+        return sent
+
+
+def looked_at(to_host: ToHost, steps: int, *, end: bool = True) -> list[list[float | None]]:
+    """Of each step, the steps whose numbers came; behind them those of the end."""
+    found: list[list[float | None]] = []
+    for step in range(steps):
+        found.append([])
+        to_host.send({"step": torch.tensor(float(step))}, then=lambda read: found[-1].append(read["step"]))
+        to_host.deliver()
+    if end:
+        found.append([])
+        to_host.deliver(wait=True)
+    return found
+
+
+def test_without_an_event_everything_is_there_at_once() -> None:
+    assert looked_at(ToHost(CPU, ranks=2), 3) == [[0], [1], [2], []]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_late_is_waited_for_after_three_steps_and_the_rest_at_the_end(ranks: int) -> None:
+    to_host = Slow([False] * 6, ranks)
+    assert looked_at(to_host, 6) == [[], [], [], [0], [1], [2], [3, 4, 5]]
+    assert all(event.waited for event in to_host.events)
+    assert LAG == 3
+
+
+def test_every_kind_of_value_and_no_question_to_a_tensor() -> None:
+    """Buffers are used again, one that is read has room for the next."""
+    found: list[Any] = []
+    to_host = ToHost(CPU)
+    values = {"device": torch.tensor(2.0), "half": torch.tensor(3.0).half(), "host": 7, "missing": None}
+    values["table"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    to_host.read({"first": torch.tensor(1.0)})
+    with Asked() as asked:
+        for _ in range(3):
+            to_host.send(values, then=found.append)
+            to_host.deliver()
+    assert asked.count == 0
+    assert len(to_host._free) == 1
+    expected = {"device": 2.0, "half": 3.0, "host": 7.0, "missing": None, "table": [[1.0, 2.0], [3.0, 4.0]]}
+    assert found == [expected] * 3

@@ -1,0 +1,343 @@
+"""What TrainingHealth measures, under every plugin of one device: against a plain loop over the same batches."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, TrainingHealth
+from lightning_mp.health import loss_scale_monitor, measurement, throughput
+from lightning_mp.health.throughput import default_tokens, samples_in
+from lightning_mp.record import metric_names, run_log
+from support import health
+from support.counting import Counts
+from support.language import LENGTH, Language, gpt2, tokens
+from support.manual import Pair
+from support.models import Regression, batches
+from support.oracles import MODES, plan_for, stock_for
+from support.running import fit, trainer
+
+
+class SteadyClock:
+    """In place of the module ``time``: every look at it takes ``tick`` seconds, and a sleep as long as it says."""
+
+    def __init__(self, tick: float = 0.005) -> None:
+        self.tick, self._now = tick, 0.0
+
+    def perf_counter(self) -> float:
+        """Seconds since it was made."""
+        self._now += self.tick
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Takes no time of the test's."""
+        self._now += seconds
+
+
+#: how near half precision comes to fp32
+NEAR = {"32-true": 1e-4, "bf16-mixed": 5e-2, "16-mixed": 1e-2, "bf16-true": 0.2, "16-true": 5e-2}
+PLAIN = partial(torch.optim.AdamW, lr=health.LR, eps=1e-4)
+FUSED = partial(torch.optim.AdamW, lr=health.LR, eps=1e-4, fused=True)
+hosts = pytest.mark.parametrize("host", ["stock", "plan"])
+
+
+def host_of(host: str, mode: str) -> dict[str, Any]:
+    return stock_for(mode) if host == "stock" else {"plugins": [plan_for(mode)]}
+
+
+def watched(tmp_path: Path, module: Any = None, *, monitor: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A TrainingHealth after a run."""
+    mine = TrainingHealth(tmp_path / "run", report=False, **(monitor or {}))
+    fit(module or Regression(PLAIN), callbacks=[mine, *options.pop("callbacks", [])], **options)
+    return mine
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@pytest.mark.parametrize("mode", MODES)
+@hosts
+def test_the_numbers_are_those_of_a_plain_loop(host: str, mode: str, optimizer: str, tmp_path: Path) -> None:
+    """Unscaled gradients before clipping, whoever divides by the scale, and when."""
+    clip = {"gradient_clip_val": 1e-3} if optimizer == "plain" else {}  # stock Lightning clips no fused one
+    module = Regression(PLAIN if optimizer == "plain" else FUSED)
+    rows = watched(tmp_path, module, max_steps=1, **clip, **host_of(host, mode)).rows
+    (expected,) = health.oracle(world=1)[:1]
+    ratio = expected.pop(metric_names.UPDATE_RATIO)
+    assert {name: rows[0][name] for name in expected} == pytest.approx(expected, rel=NEAR[mode])
+    if not clip:
+        assert rows[0][metric_names.UPDATE_RATIO] == pytest.approx(ratio, rel=max(NEAR[mode], 5e-2))
+
+
+def test_a_window_that_an_epoch_left_out_is_no_part_of_the_next_step(tmp_path: Path) -> None:
+    """The first epoch ends in the midst of its second window, whose first loss was NaN."""
+
+    class LeftOut(Regression):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if (self.current_epoch, batch_idx) == (0, 3) else None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            return loss * math.nan if (self.current_epoch, batch_idx) == (0, 2) else loss
+
+    mine, guard = TrainingHealth(tmp_path, report=False), NonFiniteGuard(run_dir=tmp_path)
+    fit(LeftOut(PLAIN), callbacks=[mine, guard], accumulate_grad_batches=2, max_epochs=2)
+    assert [row[metric_names.STEP] for row in mine.rows] == list(range(5))
+    assert all(math.isfinite(row[metric_names.LOSS]) for row in mine.rows)
+    assert (guard.applied_steps, guard.skipped_steps) == (5, 0)
+
+
+@hosts
+def test_with_accumulation_a_step_is_its_whole_window(host: str, tmp_path: Path) -> None:
+    rows = watched(tmp_path, accumulate_grad_batches=2, **host_of(host, "32-true")).rows
+    for row, expected in zip(rows, health.oracle(world=1, accumulate=2), strict=True):
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
+    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+    module.look()
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
+@hosts
+def test_by_hand_with_several_optimizers(host: str, mode: str, optimizer: str, tmp_path: Path) -> None:
+    module = Pair(by_hand, optimizer=PLAIN if optimizer == "plain" else FUSED)
+    rows = watched(tmp_path, module, **host_of(host, mode)).rows
+    assert [row[metric_names.STEP] for row in rows] == list(range(0, 16, 2))
+    for row, gradients in zip(rows, module.true, strict=True):
+        assert row[metric_names.GRAD_NORM] == pytest.approx(health.norm(gradients.values()), rel=1e-3)
+        assert row[metric_names.LR] == health.LR
+        assert row[metric_names.UPDATE_RATIO] > 0
+
+
+# ---------------------------------------------------------------------- work and memory
+
+
+def test_tokens_samples_and_flops_over_the_same_time(tmp_path: Path) -> None:
+    mine = TrainingHealth(tmp_path / "run", peak_flops=1e9, report=False)
+    fit(Language(gpt2()), data=tokens(), callbacks=[mine])
+    flops = 4_055_040 / (2 * LENGTH)  # a token
+    for row in mine.rows:
+        assert row[metric_names.TOKENS_PER_S] == pytest.approx(LENGTH * row[metric_names.SAMPLES_PER_S])
+        assert row[metric_names.MFU] == pytest.approx(flops * row[metric_names.TOKENS_PER_S] / 1e9)
+        assert row[metric_names.MEMORY_PEAK] > 0
+
+
+IDS, CODES = torch.full((2, 5), 7), torch.zeros(2, dtype=torch.long)
+
+
+class Graph:
+    x, edge_index = torch.zeros(5, 2), torch.zeros(2, 9, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "samples"),
+    {
+        "ids": (IDS, 10, 2),
+        "ids in a tuple": ((IDS.int(), torch.zeros(2, 5)), 10, 2),
+        "ids and labels": ([IDS, IDS], 10, 2),
+        "a mapping": ({"pixels": torch.zeros(2, 9), "input_ids": IDS}, 10, 2),
+        "a mapping and labels": (({"input_ids": IDS}, CODES), 10, 2),
+        "a table of categories": ((IDS, torch.zeros(2, 1)), None, 2),
+        "bytes of pixels": ((IDS.byte(), IDS.byte()), None, 2),
+        "ids and captions": ((IDS, ["a", "b"]), None, 2),
+        "floats": ((torch.zeros(2, 5), torch.zeros(2, 1)), None, 2),
+        "classes": ((torch.zeros(2, 5), CODES), None, 2),
+        "several classes of a sample": ((torch.zeros(2, 5), IDS), None, 2),
+        "a mask": ((torch.zeros(2, 5, dtype=torch.bool),), None, 2),
+        "several inputs": (([torch.zeros(2, 5), torch.zeros(2, 3)], CODES), None, 2),
+        "a graph": (Graph(), None, None),
+        "time first": ((torch.zeros(7, 2, 5), CODES), None, None),
+    }.values(),
+)
+def test_what_a_batch_holds_is_known_or_none(batch: Any, tokens: int | None, samples: int | None) -> None:
+    assert (default_tokens(batch), samples_in(batch)) == (tokens, samples)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (([torch.zeros(3, 4)] * 2,), None),  # images of three channels, which agree on three
+        ((torch.zeros(2, 6, dtype=torch.long).fill_(1), torch.zeros(2)), 2.0),  # multi-hot vectors, no ids
+        (Graph(), None),
+    ],
+)
+@pytest.mark.parametrize("told", [False, True])
+def test_what_is_not_known_is_not_logged_and_asked_for_once(
+    batch: Any, samples: float | None, told: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    class Fed(Regression):
+        def training_step(self, given: Any, batch_idx: int) -> Tensor:
+            return self.loss(next(iter(batches())))
+
+    monkeypatch.setattr(throughput, "time", SteadyClock())
+    loader = DataLoader([0] * 6, batch_size=2, collate_fn=lambda _: batch)
+    mine = TrainingHealth(tmp_path / "run", samples=(lambda _: 2) if told else None, peak_flops=1e9, report=False)
+    with caplog.at_level(logging.INFO):
+        fit(Fed(), data=loader, callbacks=[mine])
+    rate = pytest.approx(2 / SteadyClock().tick) if told or samples else None
+    assert [row[metric_names.SAMPLES_PER_S] for row in mine.rows] == [rate] * 3
+    assert {row[metric_names.TOKENS_PER_S] for row in mine.rows} == {None}
+    assert {row[metric_names.MFU] is None for row in mine.rows} == {rate is None}
+    assert sum("samples=" in message for message in caplog.messages) == (rate is None)
+
+
+# ---------------------------------------------------------------------- where it is written
+
+
+def test_memory_holds_the_last_readings_and_the_files_hold_all(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_log, "IN_MEMORY", 3)
+    monkeypatch.setattr(loss_scale_monitor, "IN_MEMORY", 3)
+    scale = LossScaleMonitor()
+    mine = watched(tmp_path, Regression(PLAIN, overflow_at=range(5)), callbacks=[scale], plugins=[plan_for("16-mixed")])
+    rows, events = (lines(tmp_path / "run" / name) for name in ("metrics.jsonl", "events.jsonl"))
+    assert (len(rows), len(events)) == (8, 5)
+    assert (mine.rows, [event.to_dict() for event in mine.events]) == (rows[-3:], events[-3:])
+    assert [row["step"] for row in scale.rows] == [5, 6, 7]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+    assert not list((tmp_path / "run").glob(".*.lock"))
+
+
+@pytest.mark.parametrize("beside", [(), (LossScaleMonitor,)])
+def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name=name) for name in ("one", "two")]
+    extra = [callback() for callback in beside]
+    mine = watched(tmp_path, logger=loggers, callbacks=extra, plugins=[plan_for("16-mixed")])
+    for logger in loggers:
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            written = list(csv.DictReader(file))
+        for name in (
+            metric_names.LOSS,
+            metric_names.GRAD_NORM,
+            metric_names.LOSS_SCALE,
+            metric_names.LR,
+        ):
+            points = [(int(row["step"]), float(row[name])) for row in written if row[name]]
+            assert points == [(row[metric_names.STEP], pytest.approx(row[name])) for row in mine.rows]
+
+
+# ---------------------------------------------------------------------- runs of every kind
+
+
+def test_validation_in_between_is_not_the_loops_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SteadyClock()
+    monkeypatch.setattr(throughput, "time", clock)
+
+    class Slow(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            clock.sleep(1.0)
+
+    data = batches()
+    mine = TrainingHealth(tmp_path / "run", report=False)
+    trainer(callbacks=[mine], val_check_interval=1, num_sanity_val_steps=0).fit(Slow(PLAIN), data, data)
+    rates = [row[metric_names.SAMPLES_PER_S] for row in mine.rows[1:]]
+    assert rates == pytest.approx([8 / clock.tick] * len(rates))
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+class Quiet(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("host", "mode"), [("plan", "16-mixed"), ("stock", "16-mixed"), ("stock", "32-true")])
+def test_every_step_is_measured_and_no_tensor_is_asked(host: str, mode: str, every: int, tmp_path: Path) -> None:
+    """But for the first, in which the memory is made to which numbers are copied from then on."""
+    plain, mine, scale = Counts(), Counts(), LossScaleMonitor(every)
+    fit(Quiet(FUSED), callbacks=[plain], **host_of(host, mode))
+    callbacks = [scale, mine]
+    health_of = watched(
+        tmp_path, Quiet(FUSED), monitor={"every_n_steps": every}, callbacks=callbacks, **host_of(host, mode)
+    )
+    extra = [ours - theirs for ours, theirs in zip(mine.counts, plain.counts, strict=True)]
+    assert extra[1:] == [0] * 7
+    for rows in (health_of.rows, scale.rows if mode == "16-mixed" else health_of.rows):
+        assert [row[metric_names.STEP] for row in rows] == list(range(0, 8, every))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numbers_that_arrive_late_say_the_same_of_the_same_steps(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that is behind: the same rows, events and logged steps, in files and loggers."""
+
+    class Event:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            pass
+
+    def run(name: str) -> Any:
+        folder = tmp_path / name
+        module = Regression(PLAIN, overflow_at=(3, 7))
+        logger, scale = CSVLogger(folder), LossScaleMonitor()
+        options = host_of("plan", "16-mixed") | {"logger": logger, "log_every_n_steps": 1}
+        mine = watched(folder, module, callbacks=[scale], **options)
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            written = [(int(row["step"]), row[metric_names.GRAD_NORM]) for row in csv.DictReader(file)]
+        rows = [{key: value for key, value in row.items() if "_per_s" not in key} for row in mine.rows]
+        for row in rows:
+            row.pop(metric_names.MEMORY_ALLOCATED), row.pop(metric_names.MEMORY_PEAK)
+        events = lines(folder / "run" / "events.jsonl")
+        assert [event["step"] for event in events] == [3, 7]
+        return repr((rows, events, scale.rows, sorted(row for row in written if row[1])))
+
+    at_once = run("at once")
+    start = measurement.ToHost._start
+
+    def late(self: Any, *args: Any) -> Any:
+        sent = start(self, *args)
+        sent.event, self._ranks = Event(), ranks
+        return sent
+
+    monkeypatch.setattr(measurement.ToHost, "_start", late)
+    assert run("late") == at_once
+
+
+def test_what_the_doctor_finds_is_written_beside_the_readings(tmp_path: Path) -> None:
+    watched(tmp_path, Regression(PLAIN), plugins=[plan_for("bf16-true")], max_steps=1)
+    found = json.loads((tmp_path / "run" / "findings.json").read_text())["findings"]
+    assert "no_fp32_masters" in {finding["name"] for finding in found}
+    assert {"code", "severity", "what", "why", "fix", "where"} <= found[0].keys()
+    watched(tmp_path, Regression(PLAIN), max_steps=1)  # another run: its own findings, none
+    assert json.loads((tmp_path / "run" / "findings.json").read_text()) == {"findings": []}
+
+
+@pytest.mark.parametrize("name", ["val/loss", "val_loss"])
+def test_what_validation_logged_is_a_row_of_its_own(name: str, tmp_path: Path) -> None:
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log(name, self.loss(batch).detach() * 0 + 2.5)
+
+    mine = TrainingHealth(tmp_path, report=False)
+    runner = trainer(callbacks=[mine], val_check_interval=4, num_sanity_val_steps=1)
+    runner.fit(Validated(PLAIN), batches(), batches())
+    assert [row for row in lines(tmp_path / "metrics.jsonl") if metric_names.VAL_LOSS in row] == [
+        {"step": 4, metric_names.VAL_LOSS: 2.5},
+        {"step": 8, metric_names.VAL_LOSS: 2.5},
+    ]

@@ -1,0 +1,250 @@
+"""What TrainingHealth tells of faulty steps, and what it does about them."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.optim import LBFGS
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_mp import LossScaling, NonFiniteError, PlanError
+from lightning_mp.callbacks import NonFiniteGuard, TrainingHealth
+from lightning_mp.health import actions
+from lightning_mp.record import metric_names
+from support.manual import Pair, in_turn
+from support.models import Regression, batches, same_weights, weights
+from support.oracles import plan_for, stock_for
+from support.running import fit
+
+#: many more than a window of alerts
+ROWS = 8 * 80
+PLAIN = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+SPIKE_AT = 70
+HOSTS: dict[str, Any] = {
+    "stock 32-true": lambda: stock_for("32-true"),
+    "stock bf16-mixed": lambda: stock_for("bf16-mixed"),
+    "stock 16-mixed": lambda: stock_for("16-mixed"),
+    "plan 32-true": lambda: {"plugins": [plan_for("32-true")]},
+    "plan bf16-mixed": lambda: {"plugins": [plan_for("bf16-mixed")]},
+    "plan 16-mixed": lambda: {"plugins": [plan_for("16-mixed")]},
+    "plan that ignores": lambda: {"plugins": [plan_for("32-true", nonfinite="ignore")]},
+}
+#: the same with a scale that leaves room for a spike
+ROOM: dict[str, Any] = HOSTS | {
+    "stock 16-mixed": lambda: stock_for("16-mixed", init_scale=4.0),
+    "plan 16-mixed": lambda: {"plugins": [plan_for("16-mixed", LossScaling(init_scale=4.0))]},
+}
+hosts = pytest.mark.parametrize("host", HOSTS)
+# an alert is a warning
+pytestmark = pytest.mark.filterwarnings("ignore:TrainingHealth. step:UserWarning")
+
+
+class Faulty(Regression):
+    """Spoils the step ``at``: its ``batch``, the ``weight`` of a module, or the gradient by a ``spike``."""
+
+    def __init__(self, fault: str, at: int = 4, optimizer: Any = PLAIN, scheduler: Any = None) -> None:
+        super().__init__(optimizer, scheduler)
+        self.fault, self.at = fault, at
+        self.after: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        now = self.trainer.global_step == self.at
+        if now and self.fault == "batch":
+            batch = (batch[0] * float("nan"), batch[1])
+        if now and self.fault == "weight":
+            self.net[1].weight.data[3] = float("nan")
+        loss = self.loss(batch)
+        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss * 1000 if now and self.fault == "spike" else loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.after.append(weights(self))
+
+
+def watched(tmp_path: Path, module: Any, monitor: dict[str, Any] | None = None, **options: Any) -> TrainingHealth:
+    mine = TrainingHealth(tmp_path / "run", report=False, **(monitor or {}))
+    options.setdefault("data", batches(ROWS) if getattr(module, "at", 0) > 8 else batches())
+    fit(module, callbacks=[*options.pop("callbacks", []), mine], **options)
+    return mine
+
+
+def alerts(mine: TrainingHealth) -> list[Any]:
+    return [event for event in mine.events if event.is_alert]
+
+
+# ---------------------------------------------------------------------- what is not finite
+
+
+@hosts
+def test_a_bad_batch_is_named_where_it_came_in(host: str, tmp_path: Path) -> None:
+    mine = watched(tmp_path, Faulty("batch"), max_steps=5, **HOSTS[host]())
+    (event,) = alerts(mine)
+    assert (event.step, event.kind, event.rank) == (4, "nonfinite_loss", 0)
+    assert (event.module, event.evidence["batch_idx"]) == ("net.0", 4)
+    assert "batch" in event.cause
+    assert math.isnan(mine.rows[-1][metric_names.LOSS])
+
+
+@hosts
+def test_a_bad_weight_is_named_with_its_module(host: str, tmp_path: Path) -> None:
+    (event,) = alerts(watched(tmp_path, Faulty("weight"), **HOSTS[host]()))  # once, however long it lasts
+    assert (event.step, event.kind) == (4, "nonfinite_loss")
+    assert (event.module, event.parameter) == ("net.1", "net.1.weight")
+
+
+@pytest.mark.parametrize("host", ["stock 16-mixed", "plan 16-mixed"])
+def test_an_ordinary_overflow_is_information(host: str, tmp_path: Path) -> None:
+    mine = watched(tmp_path, Regression(PLAIN, overflow_at=(0, 1, 5)), **HOSTS[host]())
+    assert [(event.step, event.kind, event.severity) for event in mine.events] == [
+        (step, "nonfinite_grad", "info") for step in (0, 1, 5)
+    ]
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows] == [1, 2, 2, 2, 2, 3, 3, 3]
+
+
+def test_the_search_for_a_scale_is_no_alert_however_long_it_takes(tmp_path: Path) -> None:
+    plan = plan_for("16-mixed", LossScaling(init_scale=2.0**32))
+    mine = watched(tmp_path, Regression(PLAIN), data=batches(8 * 40), plugins=[plan])
+    assert len(mine.events) > 10
+    assert alerts(mine) == []
+
+
+def test_what_a_plan_raises_is_written_down(tmp_path: Path) -> None:
+    mine = TrainingHealth(tmp_path / "run", report=False)
+    with pytest.raises(NonFiniteError) as raised:
+        fit(Faulty("batch"), callbacks=[mine], plugins=[plan_for("32-true", nonfinite="raise")])
+    (event,) = mine.events
+    assert (event.step, event.kind, event.module) == (4, "nonfinite_loss", raised.value.module)
+    assert (event.step, event.action) == (raised.value.step, "raise")
+    assert json.loads((tmp_path / "run" / "events.jsonl").read_text())["action"] == "raise"
+
+
+@pytest.mark.filterwarnings("ignore:NonFiniteGuard:UserWarning")
+def test_a_guard_beside_it_tells_these_itself(tmp_path: Path) -> None:
+    guard = NonFiniteGuard(run_dir=tmp_path / "run")
+    mine = watched(tmp_path, Faulty("batch"), callbacks=[guard])
+    assert [event.kind for event in guard.events] == ["nonfinite_loss"]
+    assert mine.events == []
+    assert math.isnan(mine.rows[4][metric_names.GRAD_NORM])
+    assert mine.rows[-1][metric_names.SKIPPED_STEPS] == 1
+
+
+# ---------------------------------------------------------------------- where events go
+
+
+def test_an_event_is_in_the_file_the_logger_the_console_and_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = CSVLogger(tmp_path)
+    mine = watched(tmp_path, Faulty("spike", SPIKE_AT), logger=logger)
+    (said,) = [record for record in caplog.records if record.name == "lightning_mp"]
+    assert said.levelname == "WARNING"
+    assert said.message.startswith("TrainingHealth: step 70: grad norm spike ")
+    (event,) = alerts(mine)
+    (line,) = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert json.loads(line) == event.to_dict()
+    assert (event.kind, event.step) == ("grad_norm_spike", SPIKE_AT)
+    assert "health/events/grad_norm_spike" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+@hosts
+def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: str, tmp_path: Path) -> None:
+    rising = partial(LambdaLR, lr_lambda=lambda step: 1 + step)
+    module = Faulty("spike", SPIKE_AT, partial(PLAIN, fused=optimizer == "fused"), rising)
+    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": "skip"}}, **ROOM[host]())
+    (event,) = alerts(mine)
+    assert (event.step, event.action) == (SPIKE_AT, "skip")
+    before, at, behind = module.after[SPIKE_AT - 1 : SPIKE_AT + 2]
+    assert same_weights(before, at)
+    assert not same_weights(at, behind)
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows[SPIKE_AT - 1 : SPIKE_AT + 2]] == [0, 1, 1]
+    assert module.lrs[SPIKE_AT - 1] < module.lrs[SPIKE_AT] == module.lrs[SPIKE_AT + 1] < module.lrs[SPIKE_AT + 2]
+
+
+def test_every_spike_of_a_streak_is_skipped(tmp_path: Path) -> None:
+    class Spikes(Faulty):
+        def loss(self, batch: Any) -> Tensor:
+            spoilt = self.trainer.global_step in (SPIKE_AT, SPIKE_AT + 1, SPIKE_AT + 3)
+            return super().loss(batch) * (1000 if spoilt else 1)
+
+    mine = watched(tmp_path, Spikes("", SPIKE_AT), {"actions": {"grad_norm_spike": "skip"}})
+    assert [(event.step, event.action) for event in alerts(mine)] == [(SPIKE_AT, "skip")]
+    skipped = [row[metric_names.SKIPPED_STEPS] for row in mine.rows]
+    assert skipped[SPIKE_AT - 1 : SPIKE_AT + 5] == [0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, tmp_path: Path) -> None:
+    class Streak(Regression):
+        def __init__(self) -> None:
+            super().__init__(PLAIN)
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch) * (math.nan if batch_idx in (3, 4, 5) else 1.0)
+            if manual:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    module = Streak()
+    mine = TrainingHealth(tmp_path, report=False, actions={"nonfinite_loss": "skip"})
+    fit(module, callbacks=[mine])
+    assert [(event.step, event.action) for event in alerts(mine)] == [(3, "skip")]
+    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows] == [0, 0, 0, 1, 2, 3, 3, 3]
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [(lambda: Pair(in_turn), "2 optimizers"), (lambda: Regression(partial(LBFGS, lr=0.1)), "LBFGS")],
+)
+def test_where_a_step_cannot_be_left_out_skip_is_refused(module: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=named):
+        watched(tmp_path, module(), {"actions": {"grad_norm_spike": "skip"}})
+
+
+def test_a_run_whose_folder_is_refused_leaves_the_modules_hooks_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")  # the user's own
+    module = Regression(PLAIN, lambda optimizer: LambdaLR(optimizer, lambda _: 1.0))
+    with pytest.raises(PlanError, match=r"holds run\.json"):
+        watched(tmp_path, module, {"actions": {"grad_norm_spike": "skip"}})
+    assert "lr_scheduler_step" not in vars(module)
+
+
+# ---------------------------------------------------------------------- actions
+
+
+@pytest.mark.parametrize("host", ["stock 32-true", "stock 16-mixed", "plan 16-mixed"])
+def test_a_lowered_rate_is_logged_as_used_and_given_back(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Faulty("spike", SPIKE_AT)
+    monkeypatch.setattr(actions, "STEPS", 3)
+    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": "reduce_lr"}}, **ROOM[host]())
+    assert alerts(mine)[0].action == "reduce_lr"
+    used = [row[metric_names.LR] for row in mine.rows[SPIKE_AT : SPIKE_AT + 5]]
+    assert used == pytest.approx([1e-3, 1e-4, 1e-4, 1e-4, 1e-3])
+
+
+def test_stop_stops(tmp_path: Path) -> None:
+    mine = watched(tmp_path, Faulty("spike", SPIKE_AT), {"actions": {"grad_norm_spike": "stop"}})
+    assert alerts(mine)[0].action == "stop"
+    assert mine.rows[-1][metric_names.STEP] == SPIKE_AT
+
+
+def test_information_leads_to_no_action(tmp_path: Path) -> None:
+    monitor = {"actions": {"nonfinite_grad": "stop"}}
+    mine = watched(tmp_path, Regression(PLAIN, overflow_at=(1,)), monitor, **HOSTS["plan 16-mixed"]())
+    assert (len(mine.events), len(mine.rows)) == (1, 8)

@@ -1,0 +1,105 @@
+"""``audit``: of a bare module, of one batch through it, and of a Trainer while it runs and afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_mp import PlanError
+from lightning_mp.callbacks import DtypePinning
+from lightning_mp.precision_audit.audit import AuditReport, audit
+from lightning_mp.precision_audit.callback import PrecisionAudit
+from support.models import Regression
+from support.oracles import MODES, plan_for, stock_for
+from support.pinning import pin
+from support.running import fit, trainer
+
+
+def _rows(report: AuditReport) -> dict[str, Any]:
+    return {row.module: row for row in report.rows}
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+# ---------------------------------------------------------------------- a bare module
+
+
+def test_a_bare_module_shows_what_it_has() -> None:
+    net = _net()
+    net[0].half()
+    net[3](torch.randn(2, 8)).sum().backward()
+    found = _rows(audit(net))
+    assert {name: (row.param, row.grad, row.compute, row.ok) for name, row in found.items()} == {
+        "0": ("fp16", None, None, True),  # nothing declares otherwise
+        "1": ("fp32", None, None, True),
+        "3": ("fp32", "fp32", None, True),
+    }
+
+
+def test_a_pin_that_was_lost_shows_without_a_plan() -> None:
+    net = pin(_net(), {"BatchNorm1d": "fp32"})
+    assert audit(net.to(torch.bfloat16)).ok  # the pin holds
+    net[1].weight.data = net[1].weight.data.bfloat16()
+    assert [row.module for row in audit(net).rows if not row.ok] == ["1"]
+
+
+# ---------------------------------------------------------------------- a run
+
+
+class Asks(Callback):
+    """Audits in the middle of a run."""
+
+    def __init__(self) -> None:
+        self.reports: list[AuditReport] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.reports.append(audit(trainer))
+        self.reports.append(audit(pl_module))
+
+
+@pytest.mark.parametrize("how", ["plan", "stock"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_while_it_lasts_and_afterwards(mode: str, how: str) -> None:
+    asks = Asks()
+    stock = {"precision": "16-true"} if mode == "16-true" else stock_for(mode)
+    precision = {"plugins": [plan_for(mode)]} if how == "plan" else stock
+    module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4))
+    runner = fit(module, callbacks=[asks], max_steps=2, **precision)
+    storage = "fp32" if mode.endswith("mixed") else plan_for(mode).policy.storage_dtype
+    for report in (*asks.reports, audit(runner), audit(module)):
+        assert report.ok, report
+        assert {(row.param, row.optimizer_state) for row in report.rows} == {(storage, storage)}
+        assert report.rows[0].compute is None
+        assert "nothing was run" in report.notes[-1]
+
+
+def test_what_a_callback_saw_is_told_along(tmp_path: Any) -> None:
+    callback = PrecisionAudit(run_dir=tmp_path)
+    runner = fit(Regression(), plugins=[plan_for("bf16-mixed", pins={"net.3": "fp32"})], callbacks=[callback])
+    report = audit(runner)
+    assert [(row.input, row.compute) for row in report.rows] == [(row.input, row.compute) for row in callback.rows]
+    assert report.where == "cpu, after 8 steps"
+    runner.lightning_module.net[0].half()
+    (wrong,) = (row for row in audit(runner).rows if not row.ok)
+    assert (wrong.module, wrong.param, wrong.compute) == ("net.0", "fp16", "bf16")
+
+
+def test_pins_given_back_since_are_no_difference(tmp_path: Any) -> None:
+    pinning, callback = DtypePinning({"net.0": "bf16"}), PrecisionAudit(on_mismatch="raise", run_dir=tmp_path)
+    runner = fit(Regression(), precision="bf16-mixed", callbacks=[pinning, callback])
+    assert (callback.rows[0].param, callback.rows[0].optimizer_state) == ("bf16", "bf16")
+    later = audit(runner)
+    assert later.ok, later
+    assert (later.rows[0].param, later.rows[0].compute) == ("fp32", None)
+
+
+def test_a_trainer_without_a_module_is_refused() -> None:
+    with pytest.raises(PlanError, match="Trainer without a module"):
+        audit(trainer())

@@ -1,0 +1,126 @@
+"""Whether what was seen is what was declared: a table of sights and verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_mp.precision_audit.judge import AS_STORED, Declaration, differences
+from lightning_mp.precision_audit.observer import Observed, Ran
+
+MIXED = Declaration(
+    by="a plan", storage="fp32", compute="bf16", reduce="fp32", state=AS_STORED, autocast=True, frozen=True
+)
+FP32 = replace(MIXED, compute="fp32", autocast=False)
+HALF = replace(MIXED, storage="bf16", autocast=False)
+PINNED = replace(MIXED, pins={"m": "fp32"})
+HALF_PINNED = replace(HALF, pins={"m": "fp32"})
+TF32, NO_TF32 = replace(FP32, tf32=True), replace(FP32, tf32=False)
+STOCK = replace(MIXED, frozen=False, reduce=AS_STORED)
+#: FSDP1's param_dtype: everything is gathered in half precision, norms included
+GATHERED = replace(MIXED, autocast=False)
+NOTHING = Declaration(by="nothing")
+
+
+def ran(kind: Any, *dtypes: str, weighted: bool = False) -> dict[str, Any]:
+    return {"ran": {Ran(kind, dtypes, weighted)}}
+
+
+#: declaration, what was seen, the columns that differ
+JUDGED: list[tuple[Declaration, dict[str, Any], str]] = [
+    # products
+    (MIXED, ran("product", "bf16"), ""),
+    (MIXED, ran("product", "fp32"), "compute"),
+    (MIXED, ran("product", "fp16"), "compute"),
+    (MIXED, ran("product", "tf32"), "compute"),
+    (MIXED, {"ran": {Ran("product", ("bf16",)), Ran("product", ("fp32",))}}, "compute"),
+    (FP32, ran("product", "fp32"), ""),
+    (FP32, ran("product", "bf16"), "compute"),
+    (FP32, ran("product", "tf32"), ""),  # torch's switches were left alone
+    (TF32, ran("product", "tf32"), ""),
+    (TF32, ran("product", "fp32"), "compute"),
+    (NO_TF32, ran("product", "tf32"), "compute"),
+    (HALF, ran("product", "bf16"), ""),
+    (HALF, ran("product", "fp32"), "compute"),
+    (PINNED, ran("product", "fp32"), ""),
+    (PINNED, ran("product", "tf32"), ""),
+    (PINNED, ran("product", "bf16"), "compute"),
+    # attention that widens by itself
+    (MIXED, {**ran("product", "fp32"), "attends": True}, ""),
+    (HALF, {**ran("product", "fp32"), "attends": True}, ""),
+    (MIXED, {**ran("product", "fp16"), "attends": True}, "compute"),
+    # norms
+    (MIXED, ran("norm", "fp32", weighted=True), ""),
+    (MIXED, ran("norm", "bf16", "fp32", weighted=True), ""),
+    (MIXED, ran("norm", "bf16", weighted=True), "compute"),
+    (MIXED, ran("norm", "bf16"), ""),  # without weights: on the CPU autocast leaves it alone
+    (MIXED, ran("norm", "fp16", "fp32", weighted=True), "compute"),
+    (HALF, ran("norm", "bf16", weighted=True), ""),
+    (HALF, ran("norm", "fp32", weighted=True), ""),
+    (HALF, ran("norm", "fp16", weighted=True), "compute"),
+    (FP32, ran("norm", "bf16", weighted=True), "compute"),
+    (PINNED, ran("norm", "bf16", "fp32", weighted=True), "compute"),
+    (HALF_PINNED, ran("norm", "fp32", weighted=True), ""),
+    (GATHERED, ran("norm", "bf16", weighted=True), ""),
+    # norms written out
+    (MIXED, {**ran("statistic", "fp32"), "class_name": "LlamaRMSNorm"}, ""),
+    (MIXED, {**ran("statistic", "bf16"), "class_name": "LlamaRMSNorm"}, "compute"),
+    (MIXED, {**ran("statistic", "bf16"), "class_name": "Pool"}, ""),
+    (HALF, {**ran("statistic", "fp32"), "class_name": "LlamaRMSNorm"}, ""),
+    (HALF_PINNED, {**ran("statistic", "bf16"), "class_name": "LlamaRMSNorm"}, "compute"),
+    (MIXED, {**ran("pointwise", "bf16"), "class_name": "LlamaRMSNorm"}, ""),
+    # look-ups
+    (MIXED, ran("lookup", "fp32"), ""),
+    (MIXED, ran("lookup", "bf16"), "compute"),
+    (HALF, ran("lookup", "bf16"), ""),
+    (GATHERED, ran("lookup", "bf16"), ""),
+    # elementwise
+    (MIXED, ran("pointwise", "fp32"), ""),
+    (MIXED, ran("pointwise", "fp16"), "compute"),
+    (HALF, ran("pointwise", "fp32"), ""),
+    (HALF, ran("pointwise", "fp64"), ""),
+    (FP32, ran("pointwise", "bf16"), "compute"),
+    (TF32, ran("pointwise", "fp32"), ""),
+    (PINNED, ran("pointwise", "bf16"), "compute"),
+    (replace(MIXED, compute="fp16", pins={"other": "bf16"}), ran("pointwise", "bf16"), ""),
+    # what is stored
+    (MIXED, {"trained": {"fp32"}}, ""),
+    (MIXED, {"trained": {"bf16"}}, "param"),
+    (MIXED, {"trained": {"bf16", "fp32"}}, "param"),
+    (MIXED, {"frozen": {"bf16"}}, "param"),
+    (STOCK, {"frozen": {"bf16"}}, ""),
+    (STOCK, {"trained": {"bf16"}}, "param"),
+    (MIXED, {"special": {"int8"}}, ""),
+    (PINNED, {"trained": {"bf16"}}, "param"),
+    (HALF_PINNED, {"trained": {"fp32"}}, ""),
+    (replace(STOCK, pins={"m": "fp32"}), {"frozen": {"bf16"}}, "param"),
+    # what follows from it
+    (MIXED, {"trained": {"bf16"}, "grad": {"bf16"}, "state": {"bf16"}}, "param"),
+    (MIXED, {"trained": {"fp32"}, "grad": {"bf16"}}, "grad"),
+    (MIXED, {"trained": {"fp32"}, "grad": {"fp32"}, "state": {"bf16"}}, "optimizer_state"),
+    (MIXED, {"trained": {"fp32"}, "state": {"bf16", "fp32"}}, "optimizer_state"),
+    (HALF, {"trained": {"bf16"}, "state": {"fp32"}}, "optimizer_state"),
+    (replace(HALF, state="fp32"), {"trained": {"bf16"}, "state": {"fp32"}}, ""),
+    (replace(HALF, state=None), {"trained": {"bf16"}, "state": {"fp32"}}, ""),
+    # what is summed
+    (MIXED, {"trained": {"fp32"}, "reduce": {"fp16"}}, "reduce"),
+    (HALF, {"trained": {"bf16"}, "reduce": {"fp32"}}, ""),
+    (HALF, {"trained": {"bf16"}, "reduce": {"bf16"}}, "reduce"),
+    (replace(HALF, reduce=AS_STORED), {"trained": {"bf16"}, "reduce": {"bf16"}}, ""),
+    (replace(HALF, reduce=None), {"trained": {"bf16"}, "reduce": {"bf16"}}, ""),
+    # nothing seen, nothing declared
+    (MIXED, {}, ""),
+    (NOTHING, {**ran("product", "fp16"), "trained": {"bf16"}, "state": {"fp32"}, "reduce": {"fp16"}}, ""),
+    (replace(NOTHING, pins={"m": "fp32"}), {"trained": {"bf16"}}, "param"),
+    # several at once
+    (MIXED, {**ran("product", "fp32"), "trained": {"fp32"}, "state": {"bf16"}}, "compute optimizer_state"),
+]
+
+
+@pytest.mark.parametrize(("declaration", "seen", "wanted"), JUDGED)
+def test_verdicts(declaration: Declaration, seen: dict[str, Any], wanted: str) -> None:
+    found = list(differences("m", Observed(**{"class_name": "Linear", **seen}), declaration))
+    assert [difference.what for difference in found] == wanted.split()
+    assert all(difference.found and difference.reason and difference.fix for difference in found)

@@ -1,0 +1,168 @@
+"""The report in a real Chromium: every chart draws its points, on a desk and on a phone, in light and in dark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from lightning_mp.record.report import write_report
+from record.report.browser import DESKTOP, PHONE, Shown, chromium
+from record.report.runs import COLLAPSE, OVERFLOWS, SPIKE, values, write_run
+from record.report.test_report import HOSTILE
+
+pytestmark = pytest.mark.slow
+
+LINES = {
+    "Loss": {"training": "train/loss", "validation": "val/loss"},
+    "Gradient norm": {"all parameters": "health/grad_norm"},
+    "Parameter norm": {"all parameters": "health/param_norm"},
+    "Loss scale": {"loss scale": "health/loss_scale"},
+    "Skipped steps": {"in total": "health/skipped_steps", "in a row": "health/skipped_in_a_row"},
+    "Learning rate": {"learning rate": "health/lr"},
+    "Tokens per second": {"tokens": "health/tokens_per_s"},
+    "Samples per second": {"samples": "health/samples_per_s"},
+    "Model FLOPs utilisation": {"MFU": "health/mfu"},
+    "Memory": {
+        "peak": "health/memory_peak_gib",
+        "allocated": "health/memory_allocated_gib",
+        "reserved": "health/memory_reserved_gib",
+    },
+}
+Show = Callable[..., Shown]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def show(browser: Browser) -> Generator[Show]:
+    """Opens an address; in the end nothing may have been said on the console or asked of another place."""
+    opened: list[Shown] = []
+
+    def opening(address: str, **how: Any) -> Shown:
+        opened.append(Shown(browser, address, **how))
+        return opened[-1]
+
+    yield opening
+    for shown in opened:
+        shown.close()
+        assert shown.messages == []
+        first = shown.requests[0]
+        # data: and blob: stay inside the page
+        left = [url for url in shown.requests if not url.startswith((first, "data:", "blob:"))]
+        assert left == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> str:
+    return write_report(folder).as_uri()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("runs")
+    return write_report([write_run(root / "one"), write_run(root / "two", shift=0.5, steps=200)]).as_uri()
+
+
+@pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_chart_has_drawn_its_points(show: Show, folder: Path, address: str, device: dict[str, Any]) -> None:
+    charts = show(address, **device).charts()
+    assert set(charts) == {*LINES, "Update-to-weight ratio"}
+    for title, lines in LINES.items():
+        chart = charts[title]
+        for curve, (name, key) in zip(chart["curves"], lines.items(), strict=True):
+            assert curve["name"] == name
+            assert curve["y"] == values(folder, key)
+            assert curve["drawn"] == len(curve["y"])
+        assert all(length > 5 for length in chart["lines"]), title
+        assert len(chart["lines"]) >= len(lines)
+        dots = 0 if title in ("Loss scale", "Skipped steps") else 1
+        finite = sum(value is not None for curve in chart["curves"] for value in curve["y"])
+        assert chart["points"] == dots * finite + chart["marks"], title
+    infos = len(OVERFLOWS)
+    assert charts["Loss scale"]["marks"] == 2 + infos  # the alerts and the overflows
+    assert charts["Loss"]["marks"] == 2 + infos  # the alerts and the readings that were not finite
+
+
+def test_a_phone_has_one_column_and_nothing_to_scroll_sideways(show: Show, address: str, compared: str) -> None:
+    for page in (address, compared):
+        shown = show(page, dark=True, **PHONE)
+        for details in shown.page.query_selector_all("details"):
+            details.evaluate("(one) => { one.open = true; }")
+        assert shown.page.evaluate("document.documentElement.scrollWidth") == 375
+        boxes = [chart["box"] for chart in shown.charts().values()]
+        assert len({box["left"] for box in boxes}) == 1
+        assert all(box["right"] <= 375 and box["width"] > 300 for box in boxes)
+        outside = """() => [...document.querySelectorAll("main *")].filter((one) => {
+          const box = one.getBoundingClientRect();
+          return box.width && box.right > 376 && !one.closest(".plot");
+        }).map((one) => one.outerHTML.slice(0, 80))"""
+        assert shown.page.evaluate(outside) == []
+    assert len({chart["box"]["left"] for chart in show(address).charts().values()}) == 2  # on a desk, two
+
+
+def test_zoom_in_one_chart_is_zoom_in_all_and_fits_the_height(show: Show, address: str) -> None:
+    shown = show(address)
+    before = shown.charts()
+    box = shown.page.locator("[id='chart-Gradient norm'] .nsewdrag").first.bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    # From just after the spike at step 12 to nearly the end.
+    shown.page.mouse.move(box["x"] + box["width"] * 0.6, middle)
+    shown.page.mouse.down()
+    shown.page.mouse.move(box["x"] + box["width"] * 0.9, middle, steps=5)
+    shown.page.mouse.up()
+    shown.frames()
+    after = shown.charts()
+    (zoomed,) = {tuple(chart["x"]) for chart in after.values()}
+    assert SPIKE < zoomed[0] < zoomed[1] < 30
+    assert before["Gradient norm"]["y"][1] > 2 > after["Gradient norm"]["y"][1]  # logarithms; the spike is 102
+    shown.page.mouse.dblclick(box["x"] + box["width"] / 2, middle)
+    shown.frames()
+    shown.page.wait_for_timeout(400)
+    assert {title: chart["x"] for title, chart in shown.charts().items()} == {t: c["x"] for t, c in before.items()}
+
+
+def test_an_alert_leads_to_its_step(show: Show, address: str) -> None:
+    shown = show(address)
+    shown.page.click(f"[data-step='{COLLAPSE}']")
+    shown.frames()
+    low, high = shown.charts()["Loss"]["x"]
+    assert (low + high) / 2 == COLLAPSE
+
+
+def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str, compared: str) -> None:
+    shown = show(compared)
+    for visible in (False, True):
+        shown.page.click("[data-hide='run 1']")
+        shown.frames()
+        for title, chart in shown.charts().items():
+            assert [curve["visible"] for curve in chart["curves"]] == [True, visible], title
+    shown = show(address)
+    shown.page.click("[id='chart-Memory'] .keys button:nth-child(2)")
+    shown.frames()
+    assert [curve["visible"] for curve in shown.charts()["Memory"]["curves"]] == [True, False, True]
+    assert [curve["visible"] for curve in shown.charts()["Loss"]["curves"]] == [True, True]
+
+
+def test_markup_from_files_does_nothing(show: Show, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, module=HOSTILE, status="failed", error=HOSTILE)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in (31, 32):
+            file.write(json.dumps({"step": step, "health/fp8_amax": 1.0, f"health/fp8_amax/{HOSTILE}": 2.0}) + "\n")
+    shown = show(write_report(folder).as_uri())
+    assert shown.page.evaluate("window.hurt === undefined && document.querySelectorAll('main img').length === 0")
+    assert HOSTILE in (shown.page.locator("[id='chart-FP8: largest magnitudes'] .keys").text_content() or "")

@@ -1,0 +1,387 @@
+"""The report: what is read, which charts there are, and the file: one, whole, complete in itself, and safe."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from lightning_mp.cli import app
+from lightning_mp.errors import PlanError
+from lightning_mp.record import report
+from lightning_mp.record.events import Event
+from lightning_mp.record.report import summaries, write_report
+from lightning_mp.record.report.charts import downsample, draw, lay_out
+from lightning_mp.record.report.load import Run, Series, load
+from lightning_mp.record.run_folder import RunFolder
+from record.report.runs import COLLAPSE, OVERFLOWS, SPIKE, about, metrics, values, write_run
+
+SCRIPT = (Path(report.__file__).parent / "plotly-basic.min.js").read_text(encoding="utf-8")
+HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>&\''
+Values = Mapping[str, list[float | None]]
+
+
+class _Elements(HTMLParser):
+    """Every element with its attributes, and the text outside of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._in: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._in.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._in and self._in.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self._in):
+            self.text += f" {data}"
+
+
+def _page(*folders: Path) -> str:
+    return write_report(list(folders)).read_text(encoding="utf-8")
+
+
+def _text(*folders: Path) -> str:
+    return re.sub(r"\s+", " ", _Elements(_page(*folders)).text)
+
+
+def _run(found: Values, name: str = "run") -> Run:
+    run = Run(Path(name), name)
+    run.series = {key: Series(list(range(1, len(row) + 1)), row) for key, row in found.items()}
+    return run
+
+
+def _charts(*runs: Run) -> dict[str, dict[str, Any]]:
+    return {chart["title"]: chart for chart in (draw(panel, runs) for panel in lay_out(runs))}
+
+
+def _curves(chart: dict[str, Any]) -> dict[str, list[float | None]]:
+    return {line["name"]: line["y"] for line in chart["lines"]}
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_a_whole_run_is_read_whole(tmp_path: Path) -> None:
+    run = load(write_run(tmp_path), "run")
+    assert run.faults == []
+    assert set(run.series) == {name for row in metrics(tmp_path) for name in row} - {"step"}
+    for name, series in run.series.items():
+        assert series.values == values(tmp_path, name)
+    assert run.series["val/loss"].steps == [10, 20, 30]
+    assert [event.step for event in run.events] == [*OVERFLOWS, SPIKE, COLLAPSE]
+    assert [event.step for event in run.alerts] == [SPIKE, COLLAPSE]
+    assert run.about["status"] == "finished"
+    assert run.audit is not None
+    assert len(run.audit) == 2
+    assert run.findings is not None
+    assert run.findings[0]["code"] == "LMP007"
+    assert run.last_step == 30
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "run.json", "audit.json", "findings.json"])
+def test_a_file_that_is_cut_off_is_named_and_the_rest_is_shown(tmp_path: Path, name: str) -> None:
+    path = write_run(tmp_path) / name
+    path.write_bytes(path.read_bytes()[:-5])
+    (fault,) = load(tmp_path, "run").faults
+    assert fault.startswith(f"{name} is damaged")
+    assert fault in _text(tmp_path)
+    assert "LMP007" in _text(tmp_path) or name == "findings.json"
+
+
+# ---------------------------------------------------------------------- charts
+
+
+def test_a_run_has_a_chart_for_everything_it_recorded(tmp_path: Path) -> None:
+    charts = _charts(load(write_run(tmp_path), "run"))
+    lines = {title: list(_curves(chart)) for title, chart in charts.items()}
+    assert lines == {
+        "Loss": ["training", "validation"],
+        "Gradient norm": ["all parameters"],
+        "Parameter norm": ["all parameters"],
+        "Update-to-weight ratio": ["all parameters"],
+        "Loss scale": ["loss scale"],
+        "Skipped steps": ["in total", "in a row"],
+        "Learning rate": ["learning rate"],
+        "Tokens per second": ["tokens"],
+        "Samples per second": ["samples"],
+        "Model FLOPs utilisation": ["MFU"],
+        "Memory": ["peak", "allocated", "reserved"],
+    }
+    assert _curves(charts["Loss"])["training"] == values(tmp_path, "train/loss")
+    assert charts["Loss"]["latest"] == "last 1.278"
+    assert charts["Loss scale"]["latest"] == "last 2¹⁷"
+    assert charts["Model FLOPs utilisation"]["latest"] == "last 31.0%"
+
+
+def test_alerts_are_marked_on_every_chart_and_overflows_where_they_belong(tmp_path: Path) -> None:
+    for title, chart in _charts(load(write_run(tmp_path), "run")).items():
+        marks = {mark["severity"]: mark for mark in chart["marks"]}
+        infos = {"info": list(OVERFLOWS)} if title in ("Loss scale", "Skipped steps") else {}
+        assert {severity: mark["x"] for severity, mark in marks.items()} == {
+            "error": [COLLAPSE],
+            "warning": [SPIKE],
+            **infos,
+        }
+        assert "step 12: grad norm spike in rank 1, module &#39;net.3&#39; (ratio 101.5)" in marks["warning"]["text"]
+        assert chart["unit"]
+
+
+def test_a_logarithmic_axis_gives_way_where_nothing_is_positive() -> None:
+    chart = _charts(_run({"health/grad_norm": [0.0, 0.0]}))["Gradient norm"]
+    assert chart["scale"] == "linear"
+    assert _curves(chart) == {"all parameters": [0.0, 0.0]}
+
+
+def test_compared_runs_have_a_line_each_with_a_colour_and_a_dash(tmp_path: Path) -> None:
+    runs = [load(write_run(tmp_path / name, shift=shift), name) for name, shift in (("one", 0.0), ("two", 0.5))]
+    charts = _charts(*runs)
+    for chart in charts.values():
+        curves = chart["lines"]
+        assert [curve["name"] for curve in curves] == ["one", "two"]
+        assert [curve["run"] for curve in curves] == [0, 1]
+        assert [curve["colour"] for curve in curves] == ["run-0", "run-1"]
+        assert curves[0]["dash"] != curves[1]["dash"]
+    assert {"Loss, training", "Loss, validation", "Memory, peak", "Memory, allocated"} <= set(charts)
+    assert {"Gradient norm", "Learning rate"} <= set(charts)
+    assert _curves(charts["Loss, validation"])["two"] == values(tmp_path / "two", "val/loss")
+
+
+@given(
+    st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=400), st.integers(8, 60)
+)
+def test_thinning_keeps_extremes_ends_gaps_and_the_order(values: list[float | None], limit: int) -> None:
+    series = Series(list(range(len(values))), values)
+    thinned = downsample(series, limit)
+    assert len(thinned.values) <= limit
+    assert thinned.steps == sorted({0, *thinned.steps, len(values) - 1})
+    assert thinned.values == [values[step] for step in thinned.steps]
+    for choose in (min, max):
+        assert choose(thinned.finite, default=None) == choose(series.finite, default=None)
+    assert (None in thinned.values) == (None in values)
+
+
+# ---------------------------------------------------------------------- several runs
+
+
+NAN = {"train/loss": math.nan, "health/grad_norm": math.inf}
+HEAD = "under half precision run 'head' in fp32: pins={'head': 'fp32'}, before any other pin"
+#: readings of the steps from 0 on, events, what run.json says, and the verdict
+VERDICTS: dict[str, tuple[list[dict[str, float]], list[Event], dict[str, Any], str]] = {
+    "fell": ([{"train/loss": 3.0}, {"train/loss": 2.0}], [], {}, "The loss fell from 3 to 2, nothing was noticed."),
+    "rose": ([{"train/loss": 2.0}, {"train/loss": 3.0}], [], {}, "The loss rose from 2 to 3, nothing was noticed."),
+    "skipped": (
+        [{**NAN, "health/skipped_steps": 1}, {**NAN, "health/skipped_steps": 2}],
+        [
+            Event(step=0, kind="nonfinite_loss", severity="warning", module="head", cause="too big", advice=HEAD),
+            Event(step=1, kind="scale_collapse", severity="error"),
+        ],
+        {},
+        "It trained nothing: all of its 2 steps were skipped. First sign, at step 0: nonfinite loss in head, too big.",
+    ),
+    "failed": ([{"train/loss": 2.0}], [], {"status": "failed"}, "It failed at step 0, nothing was noticed."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_it_says_first_what_to_conclude(name: str, tmp_path: Path) -> None:
+    readings, events, changes, said = VERDICTS[name]
+    folder = RunFolder.open(tmp_path, writer="test", owner=object())
+    for step, reading in enumerate(readings):
+        folder.metrics(step, reading)
+    for event in events:
+        folder.event(event)
+    folder.write("run.json", about(**changes))
+    folder.close("test")
+    (found,) = summaries(tmp_path)
+    assert found["verdict"] == said
+    assert said in re.sub(r"\s+", " ", _Elements(_page(tmp_path)).text)[:700]
+    if name == "skipped":
+        assert (found["suggested_pins"], found["skipped_steps"]) == ("pins={'head': 'fp32'}", 2)
+        charts = {panel.title: draw(panel, [load(tmp_path, "run")]) for panel in lay_out([load(tmp_path, "run")])}
+        assert [charts[title]["lines"][0]["y"] for title in ("Loss", "Gradient norm")] == [[None, None]] * 2
+
+
+def test_a_comparison_has_a_row_a_run(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", steps=20, shift=0.5, status="failed")
+    text = _text(one, two)
+    assert "one finished 30 1.278 2.7 1,003 tokens/s 2.5 GiB 3 2" in text
+    assert "two failed 20 2.065 3.3 1,003 tokens/s 2.5 GiB 3 2" in text
+    assert "two: The run failed" in text
+
+
+def test_a_title_and_the_runs_that_are_missing_are_said(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name) for name in ("a", "b")]
+    page = write_report(folders, title=("Two runs", "of one <model>"), not_run={"c": "no GPU"}).read_text("utf-8")
+    body = page[page.index("<main>") : page.index("</main>")]
+    assert "<h1>Two runs</h1>" in body
+    assert "of one &lt;model&gt;" in body
+    assert "c did not run: no GPU" in re.sub(r"\s+", " ", _Elements(body).text)
+    assert "<title>Two runs - training report</title>" in page
+
+
+# ---------------------------------------------------------------------- the file
+
+
+def test_it_is_one_file_in_the_runs_folder(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    before = {path.name for path in folder.iterdir()}
+    assert write_report(folder) == folder / "report.html"
+    assert {path.name for path in folder.iterdir()} - before == {"report.html"}
+    assert write_report(str(folder), tmp_path / "mine.html") == tmp_path / "mine.html"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "mine.html"}
+
+
+def test_several_are_compared_in_the_folder_that_holds_them_all(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")
+    assert write_report([one, two, one]) == tmp_path / "report.html"
+    text = _text(one, two)
+    assert "2 runs compared" in text
+    assert "a/run" in text
+    assert "b/run" in text
+
+
+def test_nothing_in_it_comes_from_elsewhere(tmp_path: Path) -> None:
+    page = _page(write_run(tmp_path))
+    assert SCRIPT in page
+    own = page.replace(SCRIPT, "")
+    assert "http:" not in own
+    assert "https:" not in own
+    for name, attributes in _Elements(page).found:
+        assert name not in ("iframe", "object", "embed", "base", "img")
+        assert "src" not in attributes
+        assert attributes.get("href", "data:,") == "data:,"
+    (policy,) = [a["content"] for _, a in _Elements(page).found if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert "connect-src 'none'" in policy
+
+
+def test_figures_events_findings_audit_machine_and_plan_are_in_it(tmp_path: Path) -> None:
+    text = _text(write_run(tmp_path))
+    for part in (
+        "final loss 1.278 step 30",
+        "best val loss 2.7 step 30",
+        "median throughput 1,003 tokens/s",
+        "peak memory 2.5 GiB",
+        "skipped steps 3 in total",
+        "alerts 2 1 error, 3 notices",
+        "grad norm spike rank 1 net. 3 ratio 101.5",
+        "activations overflow pin the module stop",
+        "LMP007 TF32 is off net. 3 slow tf32='high'",
+        "1 module of 2 not as declared",
+        "NVIDIA H200",
+        "memory 141.0 GiB",
+        "torch 2.13.0",
+        "DDPStrategy",
+        '"*norm*": "fp32"',
+        "ended 2 Jan 2026 03:04 UTC",
+    ):
+        assert part in text, part
+
+
+def test_the_fp8_operands_that_lost_most_are_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    operand = {"flushed": 0.125, "amax": 3.5, "scale": 128.0}
+    lines = [{"step": step, "layers": {"net.0": {"input": operand}, "net.1": {"gradient": operand}}} for step in (1, 2)]
+    (folder / "fp8.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    charts = _charts(load(folder, "run"))
+    for title in ("FP8: values flushed to zero", "FP8: largest magnitudes", "FP8: scales"):
+        assert list(_curves(charts[title])) == ["net.0 input", "net.1 gradient"]
+
+
+def test_of_fp8_operands_that_lost_nothing_those_are_drawn_whose_scale_moved_most(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    layers = {f"net.{index:02}": {"input": {"flushed": 0.0, "amax": 1.0, "scale": 128.0}} for index in range(20)}
+    moved = {**layers, "net.19": {"input": {"flushed": 0.0, "amax": 64.0, "scale": 2.0}}}
+    lines = [{"step": 1, "layers": layers}, {"step": 2, "layers": moved}]
+    (folder / "fp8.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert next(iter(_curves(_charts(load(folder, "run"))["FP8: scales"]))) == "net.19 input"
+
+
+def test_markup_from_files_is_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "plain", module=HOSTILE, error=HOSTILE, status="failed", strategy=HOSTILE)
+    (folder / "run.json").write_text(json.dumps(about(machine={HOSTILE: HOSTILE}, plan={HOSTILE: HOSTILE}, at=HOSTILE)))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, f"health/fp8_amax/{HOSTILE}": 2.0}) + "\n")
+    elements = _Elements(_page(folder))
+    assert not any(name in ("img", "b") or "onerror" in attributes for name, attributes in elements.found)
+    assert elements.text.count("onerror") >= 5
+    assert sum(name == "script" for name, _ in elements.found) == 3
+
+
+def test_folders_that_hold_no_run_are_refused_all_at_once(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    write_run(tmp_path / "runs" / "one")
+    with pytest.raises(PlanError) as caught:
+        write_report([tmp_path / "empty", tmp_path / "gone", tmp_path / "file", tmp_path / "runs"])
+    given = [fault.problem for fault in caught.value.faults]
+    for text, reason in zip(given, ("holds no run", "does not exist", "holds no run", "holds no run"), strict=True):
+        assert reason in text
+    assert caught.value.faults[3].fix == f"name the runs in it: {tmp_path / 'runs' / 'one'}"
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_an_output_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(PlanError, match="a folder"):
+        write_report(folder, tmp_path)
+    missing = tmp_path / "missing" / "report.html"
+    with pytest.raises(OSError, match=re.escape(str(missing))):
+        write_report(folder, missing)
+    assert not list(tmp_path.rglob("*report.html*"))
+
+
+def test_it_is_small_enough_to_send(tmp_path: Path) -> None:
+    """What draws the charts is most of it."""
+    page = write_report(write_run(tmp_path))
+    assert page.stat().st_size <= 1_500_000
+    assert SCRIPT.startswith("/**\n* plotly.js (basic - minified)")
+    assert "MIT license" in SCRIPT[:300]
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def _command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_prints_figures_and_writes_no_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (found,) = json.loads(_command(folder, "--json").output)
+    assert found["skipped_steps"] == len(OVERFLOWS)
+    assert found["final_loss"] == pytest.approx(values(folder, "train/loss")[-1])
+    assert not (folder / "report.html").exists()
+
+
+def test_the_command_says_where_the_file_is(tmp_path: Path) -> None:
+    result = _command(write_run(tmp_path / "run"))
+    assert (result.exit_code, result.output) == (0, f"{tmp_path / 'run' / 'report.html'}\n")
+    result = _command(tmp_path / "run", write_run(tmp_path / "other"), "--output", tmp_path / "both.html")
+    assert (result.exit_code, result.output) == (0, f"{tmp_path / 'both.html'}\n")
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
+    result = _command(tmp_path)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("lightning-mp report: ")
+    assert "holds no run" in line
