@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -169,6 +170,19 @@ def cpu_has(dtype: torch.dtype) -> bool:
     onednn: Any = torch.ops.mkldnn
     supported = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
     return torch.backends.mkldnn.is_available() and getattr(onednn, supported)()
+
+
+@cache
+def cpu_has_lstm(dtype: torch.dtype) -> bool:
+    """Whether an LSTM runs in ``dtype`` under autocast here: one is tried, for oneDNN has fewer of them than products."""
+    one, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
+    weights = [torch.zeros(4, 1, requires_grad=True) for _ in range(2)]
+    try:
+        with torch.autocast("cpu", dtype):
+            torch.lstm(one, (state, state), weights, False, 1, 0.0, True, False, False)
+    except RuntimeError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------ modules

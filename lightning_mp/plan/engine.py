@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import rank_zero_info
-from lightning_mp.compat.torch import cpu_has, has_step_hooks, makes_optimizer_state
+from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, declared, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
@@ -112,9 +112,9 @@ class StepEngine(ABC):
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
 
     def _check_lstms(self, module: nn.Module, faults: Faults) -> None:
-        """OneDNN, which autocast uses, has no half-precision LSTM for a CPU without such products, nor a word of it."""
+        """OneDNN, which autocast uses, has a half-precision LSTM for few CPUs, and ends in an error of its own elsewhere."""
         dtype = self.policy.compute_dtype
-        if self.device.type != "cpu" or dtype == self.policy.storage_dtype or cpu_has(to_torch(dtype)):
+        if self.device.type != "cpu" or dtype == self.policy.storage_dtype or cpu_has_lstm(to_torch(dtype)):
             return
         pinned = {id(member.module) for member in self.pin_map.members}
         named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]

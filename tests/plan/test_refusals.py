@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError, doctor
-from lightning_mp.compat.torch import cpu_has
+from lightning_mp.compat.torch import cpu_has_lstm
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from support.language import Language, gpt2, tokens
 from support.models import Regression, same_weights, weights
@@ -111,7 +111,7 @@ def test_an_lstm_in_autocasts_half_precision_is_refused_where_onednn_has_none_wi
     half: str,
 ) -> None:
     mixed, name = f"{half}-mixed", "fp16" if half == "16" else half
-    if cpu_has(TORCH_DTYPES[name]):
+    if cpu_has_lstm(TORCH_DTYPES[name]):
         assert fit(Recurrent(), plugins=[MixedPrecisionPlan(mixed)]).state.finished
         return
     assert "pins={'LSTM': 'fp32'}" in str(_refused(Recurrent(), MixedPrecisionPlan(mixed)))

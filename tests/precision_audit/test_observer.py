@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.compat.torch import cpu_has
+from lightning_mp.compat.torch import cpu_has_lstm
 from lightning_mp.precision_audit.judge import computed
 from lightning_mp.precision_audit.observer import Observed, Watch, note_gradients, note_parameters
 
@@ -75,7 +75,7 @@ COMPUTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any, set[str
 @pytest.mark.parametrize("case", COMPUTED)
 def test_what_a_layer_computes_in(case: str) -> None:
     make, shape, autocast, wanted = COMPUTED[case]
-    if case == "recurrent" and not cpu_has(torch.bfloat16):
+    if case == "recurrent" and not cpu_has_lstm(torch.bfloat16):
         autocast, wanted = None, {"fp32"}  # oneDNN has no bf16 LSTM on this CPU
     layer = make()
     x = torch.randn(shape, dtype=torch.float64 if "double" in case else torch.float32)

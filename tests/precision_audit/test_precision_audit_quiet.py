@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp.compat.torch import cpu_has
+from lightning_mp.compat.torch import cpu_has_lstm
 from lightning_mp.precision_audit.callback import PrecisionAudit
 from support.language import Language, gpt2, llama, tokens
 from support.oracles import MODES, plan_for, stock_for
@@ -117,7 +117,7 @@ class Vanishing(LightningModule):
 @pytest.mark.parametrize(("how", "mode"), [("plan", "bf16-mixed"), ("plan", "16-true"), ("stock", "16-mixed")])
 @pytest.mark.parametrize("name", NETS)
 def test_nets_of_every_kind(name: str, how: str, mode: str, tmp_path: Path) -> None:
-    if name == "lstm" and mode.endswith("mixed") and not cpu_has(HALVES[mode]):
+    if name == "lstm" and mode.endswith("mixed") and not cpu_has_lstm(HALVES[mode]):
         pytest.skip(f"oneDNN has no LSTM under autocast on this CPU for {mode}")
     make, shape, whole = NETS[name]
     rows = torch.randint(0, 10, (4, *shape)) if whole else torch.randn(4, *shape)
