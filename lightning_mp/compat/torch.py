@@ -174,7 +174,7 @@ def cpu_has(dtype: torch.dtype) -> bool:
 
 @cache
 def cpu_has_lstm(dtype: torch.dtype) -> bool:
-    """Whether an LSTM runs in ``dtype`` under autocast here: one is tried, for oneDNN has fewer of them than products."""
+    """Whether an LSTM runs in ``dtype`` under autocast here: one is tried, as oneDNN lacks most of them."""
     one, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
     weights = [torch.zeros(4, 1, requires_grad=True) for _ in range(2)]
     try:

@@ -112,7 +112,7 @@ class StepEngine(ABC):
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
 
     def _check_lstms(self, module: nn.Module, faults: Faults) -> None:
-        """OneDNN, which autocast uses, has a half-precision LSTM for few CPUs, and ends in an error of its own elsewhere."""
+        """OneDNN, which autocast uses, has a half-precision LSTM for few CPUs, and an error of its own elsewhere."""
         dtype = self.policy.compute_dtype
         if self.device.type != "cpu" or dtype == self.policy.storage_dtype or cpu_has_lstm(to_torch(dtype)):
             return
