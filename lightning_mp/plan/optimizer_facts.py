@@ -31,10 +31,14 @@ _PLAIN = ("torch.optim.", "torchao.", "lightning.pytorch.", "pytorch_lightning."
 def takes_closure(kind: type[Optimizer]) -> bool:
     """Whether optimizers of this class are given a closure: all but torch's own, of which LBFGS alone needs one.
 
-    Lightning's own stands where ``configure_optimizers`` returns None.
+    A step that hands on what it is given (``*args, **kwargs``) is given one, as by Lightning. Lightning's own optimizer
+    stands where ``configure_optimizers`` returns None.
     """
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and (closure.default is closure.empty or not kind.step.__module__.startswith(_PLAIN))
+    takes = inspect.signature(kind.step).parameters
+    closure = takes.get("closure")
+    if closure is None:
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    return closure.default is closure.empty or not kind.step.__module__.startswith(_PLAIN)
 
 
 def requires_closure(optimizer: Optimizer) -> bool:

@@ -270,9 +270,8 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
     for logger in trainer.loggers:
         # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
         pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})
-        # with hyperparameters TensorBoard writes an hp_metric: not of a run whose module has none itself
-        bare = isinstance(logger, TensorBoardLogger) and not trainer.lightning_module.hparams
-        nothing: Any = {"metrics": {}} if bare else {}
+        # else TensorBoard writes an hp_metric: a second one, or one of a run that has no hyperparameters
+        nothing: Any = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
         logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}}, **nothing)
 
 

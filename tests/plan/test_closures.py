@@ -43,6 +43,15 @@ class Extrapolates(SGD):
         return loss
 
 
+class Shrinks(SGD):
+    """Decays the weights, then hands on what it was given."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        for group in self.param_groups:
+            torch._foreach_mul_([one.data for one in group["params"]], 0.9)
+        return super().step(*args, **kwargs)
+
+
 class Perturbs(SGD):
     """Estimates a gradient along one direction by two evaluations, as SPSA and MeZO do."""
 
@@ -61,6 +70,7 @@ class Perturbs(SGD):
 OPTIMIZERS: dict[str, Any] = {
     "in order": partial(Stepped, lr=1e-2, momentum=0.9),
     "ahead": partial(Extrapolates, lr=1e-2, momentum=0.9),
+    "hands on": partial(Shrinks, lr=1e-2),
     "twice": partial(Perturbs, lr=1e-2),
     "LBFGS": partial(LBFGS, lr=0.1, max_iter=3),
 }

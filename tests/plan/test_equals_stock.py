@@ -163,18 +163,18 @@ def test_overflows_from_the_default_scale_take_torchs_path_down() -> None:
     assert same_weights(here.weights[-1], there.weights[-1])
 
 
-@pytest.mark.parametrize("hyperparameters", [{}, {"width": 3}])
-def test_tensorboard_gets_the_metrics_it_gets_under_stock(hyperparameters: dict[str, int], tmp_path: Path) -> None:
-    """An ``hp_metric`` where the module has hyperparameters, none where it has not; the plan is in ``hparams.yaml``."""
+@pytest.mark.parametrize("saved", ["none", "logged", "not logged"])
+def test_tensorboard_gets_the_metrics_it_gets_under_stock(saved: str, tmp_path: Path) -> None:
+    """One ``hp_metric`` where the module logs hyperparameters, else none; the plan is in ``hparams.yaml``."""
     events: Any = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tags = []
+    written = []
     for name, host in (("stock", {"precision": "32-true"}), ("plan", {"plugins": [MixedPrecisionPlan("32-true")]})):
         module, logger = Regression(), TensorBoardLogger(tmp_path, name=name, version="")
-        if hyperparameters:
-            module.save_hyperparameters(hyperparameters)
+        if saved != "none":
+            module.save_hyperparameters({"width": 3}, logger=saved == "logged")
         fit(module, logger=logger, max_steps=1, **host)
         found = events.EventAccumulator(str(tmp_path / name)).Reload()
-        tags.append(found.Tags()["scalars"])
-    assert tags[0] == tags[1]
-    assert ("hp_metric" in tags[1]) is bool(hyperparameters)
+        written.append({tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]})
+    assert written[0] == written[1]
+    assert len(written[1].get("hp_metric", ())) == (saved == "logged")
     assert "precision_plan" in (tmp_path / "plan" / "hparams.yaml").read_text()
