@@ -2,7 +2,7 @@
 
     python examples/06_fine_tune_lora.py [STEPS]
 
-It learns from Python's standard library, and is asked about the modules with an a, which it never saw, before and after.
+It learns from the standard library, and is asked about the modules with an a, which it never saw, before and after.
 """
 
 import re
