@@ -314,7 +314,7 @@ class Rule:
         """The last ``size`` numbers kept as ``name``."""
         return self._windows.setdefault(name, deque(maxlen=size))
 
-    def evaluate(self, reading: Reading, pinned: str) -> Event | None:
+    def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
         """The event of a condition that begins in this reading, at most one; that of another operand waits its turn."""
         if reading.step == self.last_step:
             return None
@@ -329,11 +329,12 @@ class Rule:
                 self.cooldown[subject] = self.readings_between
             elif event is None:
                 self.cooldown[subject] = self.readings_between
-                event = self._event(reading.step, subject[0], found, pinned)
+                event = self._event(reading.step, subject[0], found, under_plan)
         return event
 
-    def _event(self, step: int, layer: str, found: Found, pinned: str) -> Event:
+    def _event(self, step: int, layer: str, found: Found, under_plan: bool) -> Event:
         cause, advice = _TEXTS[found.text or self.kind]
+        pinned = pinning(["…"], under_plan=under_plan).partition(", before")[0]
         return Event(
             step=step,
             kind=self.kind,
@@ -711,8 +712,7 @@ class Alerts:
         ``only`` restricts it to rules of those kinds. A rule evaluates a step once, so that some rules can run before
         the optimizer's step and the rest after it.
         """
-        pinned = pinning(["…"], under_plan=self.under_plan).partition(", before")[0]
-        events = [rule.evaluate(reading, pinned) for rule in self.rules if rule.kind in only]
+        events = [rule.evaluate(reading, self.under_plan) for rule in self.rules if rule.kind in only]
         return [event for event in events if event is not None]
 
     def holds(self, kind: Kind) -> bool:

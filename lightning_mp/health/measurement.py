@@ -10,7 +10,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -125,11 +124,13 @@ class StepMeasurement:
         names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
         if self._layout.zero or any(getattr(own, name, None) or own.defaults.get(name) for name in names):
             return
+        half = [parameter for parameter in self._trained.values() if parameter.dtype in HALF]
+        if not half:
+            return
         rates = [(group["lr"], group["params"]) for group in optimizer.param_groups]
         # a rate on the device is not read; Adafactor may have none
         still = {id(p) for rate, members in rates if isinstance(rate, float | int) and rate == 0 for p in members}
         moving = {id(parameter) for parameter in parameters} - still
-        half = [parameter for parameter in self._trained.values() if parameter.dtype in HALF]
         moves: list[Tensor] = []
         for parameter in half:
             gradient = sample(self._layout.gradient(parameter).tensor)
@@ -223,9 +224,10 @@ def memory(device: torch.device) -> tuple[float | None, float | None, float | No
 
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of either
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-    pages = Path("/proc/self/statm")  # only Linux tells what is resident now
-    resident = int(pages.read_text(encoding="ascii").split()[1]) if pages.exists() else None
-    return None if resident is None else resident * resource.getpagesize() / GIB, None, peak
+    if sys.platform != "linux":  # which alone tells what is resident now
+        return None, None, peak
+    with open("/proc/self/statm", "rb", buffering=0) as pages:
+        return int(pages.read().split()[1]) * resource.getpagesize() / GIB, None, peak
 
 
 # ---------------------------------------------------------------------- shards

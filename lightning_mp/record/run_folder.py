@@ -222,7 +222,10 @@ def is_ours(folder: Path) -> bool:
 
 def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:
     """``values`` as JSON's standard has it: a float that is not finite becomes null, never ``NaN``."""
-    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+    try:
+        return json.dumps(values, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(values), indent=indent, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
