@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -226,8 +227,8 @@ def memory(device: torch.device) -> tuple[float | None, float | None, float | No
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
     if sys.platform != "linux":  # which alone tells what is resident now
         return None, None, peak
-    with open("/proc/self/statm", "rb", buffering=0) as pages:
-        return int(pages.read().split()[1]) * resource.getpagesize() / GIB, None, peak
+    resident = int(Path("/proc/self/statm").read_bytes().split()[1])
+    return resident * resource.getpagesize() / GIB, None, peak
 
 
 # ---------------------------------------------------------------------- shards
