@@ -34,6 +34,7 @@ _WRITTEN: Mapping[str, Any] = {
     "tf32": {"enum": [*TF32_SETTINGS, None]},
     "dtype": _DTYPE,
     "output": {"enum": [*STORAGE_DTYPES, "pin", "input", None]},
+    "accumulate": {"enum": ["fp32", None]},
     "reduce_dtype": _DTYPE,
     "buffer_dtype": {"enum": [*STORAGE_DTYPES, None]},
 }

@@ -48,6 +48,7 @@ def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[We
     special = {id(part): "read by DoRA" for module in dora for part in module.modules()}
     special |= {id(module): "computed with in FP8" for module in root.modules() if fp8.is_converted(module)}
     special |= {id(member.module): "pinned" for member in pin_map.members}
+    special |= {id(one.module): "pinned" for one in pin_map.wide if one.pin.dtype != policy.compute_dtype}
     found: dict[int, tuple[str, Tensor, list[tuple[nn.Module, str]]]] = {}
     for name, module in root.named_modules():
         for key, tensor in module.named_parameters(recurse=False):

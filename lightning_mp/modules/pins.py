@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.torch import apply_to_tensors, children_of
 from lightning_mp.errors import Faults
+from lightning_mp.modules import wide_linear
 from lightning_mp.modules.declared import Declared, find
 from lightning_mp.modules.patterns import (
     NORMS,
@@ -66,6 +67,13 @@ class PinMap:
     shadowed: tuple[str, ...]
     #: what no pin covers and the model itself keeps in fp32, where the rest is stored in half precision
     declared: tuple[Declared, ...] = ()
+    #: Linear layers that sum in fp32: they are stored as if no pin were there
+    wide: tuple[PinnedModule, ...] = ()
+
+    @property
+    def covered(self) -> tuple[PinnedModule, ...]:
+        """What a pin decides how to compute."""
+        return self.members + self.wide
 
     def dtypes(self) -> dict[int, str]:
         """``id`` of every parameter that a pin, or the model itself, decides → its dtype."""
@@ -88,6 +96,13 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str =
         return PinMap((), (), find(root, storage, ()))
     named = list(named_submodules(root))
     index_of = _covering(named, pins, root, faults)
+    used, wide = set(index_of.values()), list[PinnedModule]()
+    for name, module in named:
+        if name in index_of and pins[index_of[name]].accumulate is not None:
+            pin = pins[index_of.pop(name)]
+            wide_linear.check(name, module, pin.pattern, faults)
+            not_lazy(name, module, f"pin {pin.pattern!r}", faults)
+            wide.append(PinnedModule(name, module, pin, True, None))
     _resolve_ties(owners(root).values(), index_of, pins, faults)
     modules = dict(named)
     members: list[PinnedModule] = []
@@ -105,10 +120,10 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str =
         not_lazy(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
         members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside))
-    used = set(index_of.values())
     unused = [pin.pattern for index, pin in enumerate(pins) if index not in used]
     shadowed = [pattern for pattern in unused if any(matches(pattern, name, module) for name, module in named)]
-    return PinMap(tuple(members), tuple(shadowed), find(root, storage, [member.module for member in members]))
+    declared = find(root, storage, [member.module for member in members])
+    return PinMap(tuple(members), tuple(shadowed), declared, tuple(wide))
 
 
 def _covering(
@@ -165,7 +180,7 @@ class Places:
 
     def __init__(self, root: nn.Module, pin_map: PinMap) -> None:
         found: dict[tuple[int, str], tuple[dict[str, nn.Module | None], str, nn.Module]] = {}
-        for member in pin_map.members:
+        for member in pin_map.covered:
             module: nn.Module | None = root
             for name in member.name.split("."):
                 kept = children_of(module)
@@ -220,7 +235,7 @@ def in_pinned_forward() -> bool:
 
 def is_pinned(module: nn.Module) -> bool:
     """Whether the module runs in a pin's dtype."""
-    return "_lmp_pin" in vars(module)
+    return "_lmp_pin" in vars(module) or wide_linear.is_wide(module)
 
 
 class PinnedForward(Swapped):
@@ -285,9 +300,13 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
         module = member.module
         cast_module_(module, to_torch(member.pin.dtype))
         module.__dict__.pop("_lmp_pin_inside", None)  # of an earlier run
+        swap_out(module, wide_linear.WideForward)
         state = _state(member, mixed, compute_dtype, device_type)
         if state.owns or has_own_forward(module):
             swap_in(module, PinnedForward, _lmp_pin=state)
+    for member in pin_map.wide:  # over the pin of a weight that it is tied to, which is how that is stored
+        wide = wide_linear.Wide(to_torch(member.pin.dtype), device_type)
+        swap_in(member.module, wide_linear.WideForward, _lmp_wide=wide)
 
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
@@ -318,6 +337,7 @@ def remove(modules: Iterable[nn.Module]) -> None:
     """Undo the forward of every pinned module among ``modules``; what is stored stays as it is."""
     for module in modules:
         if is_pinned(module):
+            swap_out(module, wide_linear.WideForward)
             swap_out(module, PinnedForward)
 
 

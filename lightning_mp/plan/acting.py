@@ -127,7 +127,7 @@ class DtypePinning(ActingCallback):
 
         def restore() -> None:
             compiles.close()
-            pinning.remove([member.module for member in pin_map.members])
+            pinning.remove([member.module for member in pin_map.covered])
             for tensor, dtype in tensors:
                 tensor.data = tensor.data.to(dtype)
 

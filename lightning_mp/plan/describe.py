@@ -32,7 +32,7 @@ def rows(
     ``layers`` are those of a run, in which ``module`` is changed already.
     """
     if policy.fp8 is not None and module is not None and not layers:
-        covered = [member.module for member in pins.resolve(module, policy.pins, Faults()).members]
+        covered = [member.module for member in pins.resolve(module, policy.pins, Faults()).covered]
         layers = fp8.select(module, policy.fp8, covered, Faults())[0]
     found: Rows = [
         ("precision", policy.precision),
@@ -55,8 +55,9 @@ def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
     if module is not None:
         pin_map = pins.resolve(module, policy.pins, Faults(), policy.storage_dtype)
     for pin in policy.pins:
-        names = [member.name for member in pin_map.members if member.pin is pin]
+        names = [member.name for member in pin_map.covered if member.pin is pin]
         output = "" if pin.output is None else f", output {pin.output}"
+        output += " operands, sum and result fp32" if pin.accumulate else ""
         count = "" if module is None else f": {_counted(names)}"
         found.append(("pin", f"{pin.pattern!r} {pin.dtype}{output}{count}"))
     for pattern, model in dict.fromkeys((one.pattern, one.model) for one in pin_map.declared):

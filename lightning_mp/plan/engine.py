@@ -102,7 +102,7 @@ class StepEngine(ABC):
         self._module = module
         self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
         if self.policy.fp8 is not None:
-            pinned = [member.module for member in self.pin_map.members]
+            pinned = [member.module for member in self.pin_map.covered]
             self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
         self.manual = not getattr(module, "automatic_optimization", True)
         if self.pin_map.members:
@@ -167,7 +167,7 @@ class StepEngine(ABC):
         """
         with Faults() as faults:
             self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
-        new = [one for one in self.pin_map.members if not pins.is_pinned(one.module) and list(one.module.parameters())]
+        new = [one for one in self.pin_map.covered if not pins.is_pinned(one.module) and list(one.module.parameters())]
         if new and self.distributed:
             raise PlanError.of(
                 f"{new[0].name!r}, pinned to {new[0].pin.dtype} ({new[0].pin.pattern!r}), was replaced in the run",

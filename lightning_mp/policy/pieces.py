@@ -145,11 +145,14 @@ class Pin(_Piece):
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         output: the dtype of what the module returns: ``None`` for the mode's rule (its own dtype under the mixed
             modes, the dtype that came in under the true modes), ``"pin"``, ``"input"``, or a dtype.
+        accumulate: ``"fp32"``, of Linear layers in a half ``dtype``: operands are cast to it, the sum and the result
+            are fp32, and the gradients those of a product in ``dtype``. Weights are stored as the mode stores them.
     """
 
     pattern: str
     dtype: str
     output: str | None = None
+    accumulate: str | None = None
 
     def __post_init__(self) -> None:
         with Faults("Pin") as faults:
@@ -160,6 +163,14 @@ class Pin(_Piece):
             normalise(self, dtype=storage_dtype(self.dtype, f"{name}: dtype", faults))
             if self.output not in (None, "pin", "input"):
                 normalise(self, output=storage_dtype(self.output, f"{name}: output", faults, ("pin", "input")))
+            if self.accumulate is None:
+                return
+            normalise(self, accumulate=DTYPES.get(str(self.accumulate).removeprefix("torch."), self.accumulate))
+            faults.one_of(f"{name}: accumulate", self.accumulate, ("fp32",), "write 'fp32', or leave it out")
+            if self.dtype == "fp32":
+                faults.add(f"{name}: accumulate with dtype='fp32'", fix="write 'bf16' or 'fp16', or leave it out")
+            if self.output is not None:
+                faults.add(f"{name}: accumulate with output={self.output!r}", fix="leave output out: it is fp32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -153,7 +153,7 @@ class PrecisionPolicy:
         default = PrecisionPolicy(precision=self.precision)
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in values.items() if value != getattr(default, name)}
-        plain = {pin.pattern: pin.dtype for pin in self.pins if pin.output is None}
+        plain = {pin.pattern: pin.dtype for pin in self.pins if pin == Pin(pin.pattern, pin.dtype)}
         if self.pins:
             given["pins"] = plain if len(plain) == len(self.pins) else list(self.pins)
         return {"precision": self.precision, **given}

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, trainer_of
 from lightning_mp.errors import PlanError
-from lightning_mp.precision_audit.judge import Declaration, Record, active_pins, by_trainer
+from lightning_mp.precision_audit.judge import Declaration, Record, active_pins, active_wide, by_trainer
 from lightning_mp.precision_audit.observer import (
     Observed,
     modules_of,
@@ -50,7 +50,7 @@ def audit(model_or_trainer: nn.Module | Trainer) -> AuditReport:
     seen = unseen(modules)
     note_gradients(seen, modules)
     note_parameters(seen, modules, {})
-    declaration = Declaration(by="nothing but pins", pins=active_pins(modules))
+    declaration = Declaration(by="nothing but pins", pins=active_pins(modules), wide=active_wide(modules))
     return build(declaration, [seen], where="cpu" if first is None else first.device.type, notes=(_NOTHING_RAN,))
 
 

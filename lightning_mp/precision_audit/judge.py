@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,8 +42,8 @@ class Declaration:
 
     ``reduce`` and ``state`` may be ``AS_STORED``. ``autocast``: torch's lists keep norms and look-ups out of
     ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
-    TF32; ``None`` leaves that to torch's switches. ``pins`` are by module name, and ``fp8`` names
-    those whose products run in FP8.
+    TF32; ``None`` leaves that to torch's switches. ``pins`` and ``wide``, which sum in fp32, are by module name, and
+    ``fp8`` names those whose products run in FP8.
     """
 
     by: str
@@ -57,6 +57,7 @@ class Declaration:
     frozen: bool = False
     tf32: bool | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str])
+    wide: Mapping[str, str] = field(default_factory=dict[str, str])
     fp8: frozenset[str] = frozenset()
     #: that their weights' gradients are products in ``compute``
     fp8_but_weights: bool = False
@@ -64,7 +65,7 @@ class Declaration:
 
     def declared(self, name: str) -> str | None:
         """What the module ``name`` computes in: its pin, else what products run in."""
-        pin = "fp8" if name in self.fp8 else self.pins.get(name)
+        pin = "fp8" if name in self.fp8 else self.wide.get(name) or self.pins.get(name)
         return pin or ("tf32" if self.tf32 and self.compute == "fp32" else self.compute)
 
     def stored(self, name: str) -> str | None:
@@ -78,7 +79,7 @@ def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaratio
     policy = getattr(plugin, "policy", None)
     if isinstance(policy, PrecisionPolicy):
         return by_policy(policy, modules, trainer.strategy.root_device, getattr(plugin, "engine", None))
-    return by_stock(plugin, trainer.strategy, modules)
+    return replace(by_stock(plugin, trainer.strategy, modules), wide=active_wide(modules))
 
 
 def by_policy(
@@ -89,14 +90,14 @@ def by_policy(
     given = modules[""], policy.pins, Faults("audit"), policy.storage_dtype
     pin_map = pins.resolve(*given) if engine is None else engine.pin_map
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
-    stored = pin_map.dtypes()
+    wide, stored = {id(one.module): one.pin.dtype for one in pin_map.wide}, pin_map.dtypes()
     for module in (one.module for one in pin_map.declared):  # a router's buffer says nothing of what it multiplies
         if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
             pinned[id(module)] = "fp32"
     converted: set[int] = set()
     if policy.fp8 is not None:
         running = None if engine is None else engine.fp8
-        covered = [member.module for member in pin_map.members]
+        covered = [member.module for member in pin_map.covered]
         chosen = fp8.select(modules[""], policy.fp8, covered, Faults("audit"))[1] if running is None else ()
         converted = set(map(id, running.converted.values() if running else chosen))
     without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
@@ -111,6 +112,7 @@ def by_policy(
         frozen=True,
         tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
         pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
+        wide={name: wide[id(module)] for name, module in modules.items() if id(module) in wide},
         fp8=frozenset(name for name, module in modules.items() if id(module) in converted),
         fp8_but_weights=policy.fp8 is not None and policy.fp8.recipe.endswith("_gw_hp"),
         notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
@@ -158,6 +160,12 @@ def active_pins(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """The pins that modules themselves carry: those of a plan that was applied, or of ``DtypePinning``."""
     states = {name: module.__dict__.get("_lmp_pin") for name, module in modules.items()}
     return {name: dtype_name(cast("pins.PinState", state).dtype) for name, state in states.items() if state is not None}
+
+
+def active_wide(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """As ``active_pins``: those whose products sum in fp32."""
+    states = {name: module.__dict__.get("_lmp_wide") for name, module in modules.items()}
+    return {name: dtype_name(state.dtype) for name, state in states.items() if state is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +263,8 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
     if ran.kind == "product":
         # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
         tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()
-        return found <= {wanted} | tf32 | ({"fp32", "tf32"} if seen.attends else set())
+        widened = seen.attends or name in declaration.wide  # whose operands were half, where no kernel takes them so
+        return found <= {wanted} | tf32 | ({"fp32", "tf32"} if widened else set())
     wanted = "fp32" if wanted == "tf32" else wanted
     if ran.kind == "lookup":
         return found <= {"fp32", declaration.stored(name), None if by_lists else wanted}

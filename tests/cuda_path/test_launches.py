@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cuda_path.fits import watching
 from cuda_path.processes import Processes
+from lightning_mp import Pin
 from lightning_mp.numerics import grads
+from support.pinning import pin
 
 CUDA = torch.device("cuda", 0)
 
@@ -62,3 +64,24 @@ class Launched:
 def test_operators_do_not_grow_with_the_number_of_parameters(dtype: str, cuda: Processes) -> None:
     for name, (few, many) in cuda.run(Launched(dtype, (3, 300))).items():
         assert many == few > 0, name
+
+
+@dataclass(frozen=True)
+class WideHead:
+    """The products of a forward and a backward pass of a Linear pinned so that it sums in fp32."""
+
+    dtype: str
+
+    def run(self) -> list[str]:
+        with watching() as watched:
+            root = nn.Sequential(nn.Linear(32, 16)).cuda()
+            pin(root, [Pin("0", self.dtype, accumulate="fp32")], device="cuda")
+            rows = torch.ones(2, 3, 32, device=CUDA, requires_grad=True)
+            watched.on = True
+            root(rows).sum().backward()
+            return sorted(name for name in watched.operators.elements() if "mm" in name)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_wide_head_is_one_product_of_half_operands(dtype: str, cuda: Processes) -> None:
+    assert cuda.run(WideHead(dtype)) == ["aten.mm.default", "aten.mm.default", "aten.mm.dtype"]

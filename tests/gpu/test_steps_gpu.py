@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW
 
-from lightning_mp import LossScaling
+from lightning_mp import LossScaling, Pin
 from support.cuda import DEVICE, NothingWaits, Unread, cuda_fit
 from support.models import Regression, same_weights
 from support.oracles import MODES, SCALED, plan_for, stock_for
+from support.pinning import pin
 from support.saving import ResumableBatches, SaveAt
 from support.traces import Trace, equal_states
 
@@ -37,6 +38,18 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": partial(Adagrad, lr=1e-2, eps=1e-4),
 }
 every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.mark.parametrize(("half", "dtype"), [("bf16", BF16), ("fp16", FP16)])
+def test_a_wide_head_is_the_product_of_upcast_operands(half: str, dtype: torch.dtype) -> None:
+    layer, rows = nn.Linear(512, 64, device=DEVICE), torch.randn(2, 32, 512, device=DEVICE)
+    x, w, b = (one.detach().to(dtype).double() for one in (rows, layer.weight, layer.bias))
+    root = pin(nn.Sequential(layer), [Pin("0", half, accumulate="fp32")], device="cuda")
+    with torch.autocast("cuda", dtype):
+        found = root(rows)
+    assert found.dtype == FP32
+    within = 512 * 2.0**-24 * (x.abs() @ w.abs().t() + b.abs())  # Higham, section 3.1
+    assert bool(((found.double() - (x @ w.t() + b)).abs() <= within).all())
 
 
 @every_mode

@@ -72,6 +72,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str | None]]] = {
 }
 
 
+def test_a_linear_that_sums_in_fp32_is_gathered_in_the_format_of_its_operands() -> None:
+    pins = {"0": {"dtype": "bf16", "accumulate": "fp32"}, "1": {"dtype": "fp16", "accumulate": "fp32"}}
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    found = survey(net, PrecisionPolicy(precision="bf16-mixed", pins=pins))  # type: ignore[arg-type]
+    assert found == {"0.weight": None, "1.weight": "pinned"}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_qualifies_and_why_not(case: str) -> None:
     make, expected = CASES[case]

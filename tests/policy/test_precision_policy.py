@@ -125,9 +125,10 @@ NORM = (Pin("*norm*", "fp32"),)
         ([{"pattern": "*norm*", "dtype": "fp32"}], NORM),
         (iter(NORM), NORM),
         ({"a": {"dtype": "fp16", "output": torch.float32}}, (Pin("a", "fp16", "fp32"),)),
+        ({"a": {"dtype": "bf16", "accumulate": torch.float32}}, (Pin("a", "bf16", accumulate="fp32"),)),
         ({"b": "bf16", "a": "fp32"}, (Pin("b", "bf16"), Pin("a", "fp32"))),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_pins_may_be_written_in_many_forms(pins: Any, expected: tuple[Pin, ...]) -> None:
     assert PrecisionPolicy(pins=pins).pins == expected

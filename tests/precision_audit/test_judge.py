@@ -47,6 +47,10 @@ JUDGED: list[tuple[Declaration, dict[str, Any], str]] = [
     (PINNED, ran("product", "fp32"), ""),
     (PINNED, ran("product", "tf32"), ""),
     (PINNED, ran("product", "bf16"), "compute"),
+    # a pin that sums in fp32: where no kernel takes the half operands, they are multiplied in fp32
+    (replace(FP32, wide={"m": "bf16"}), ran("product", "bf16"), ""),
+    (replace(MIXED, wide={"m": "bf16"}), ran("product", "fp32"), ""),
+    (replace(MIXED, wide={"m": "bf16"}), ran("product", "fp16"), "compute"),
     # attention that widens by itself
     (MIXED, {**ran("product", "fp32"), "attends": True}, ""),
     (HALF, {**ran("product", "fp32"), "attends": True}, ""),

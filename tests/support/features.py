@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
+from lightning_mp import MixedPrecisionPlan, Pin, PlanError, make_strategy
 from lightning_mp.compat.lightning import LightningModule, MisconfigurationException, Trainer, callbacks
 from support import sharded
 from support.running import trainer as quiet_trainer
@@ -108,10 +108,12 @@ class Host:
     folder: Path
     mode: str = "32-true"
     window: int = 1
+    pins: Any = None
 
     def trainer(self, strategy_options: Any = None, **options: Any) -> Trainer:
         # no gradient overflows at this scale: what a rank sums is twice what one device does
-        plan = MixedPrecisionPlan(self.mode, loss_scaling={"init_scale": 256.0} if self.mode[:2] == "16" else None)
+        scaling = {"init_scale": 256.0} if self.mode[:2] == "16" else None
+        plan = MixedPrecisionPlan(self.mode, pins=self.pins, loss_scaling=scaling)
         options = {"accumulate_grad_batches": self.window, **options}
         if self.strategy != "single":
             own = (strategy_options or {}).get(AS.get(self.strategy, self.strategy), {})
@@ -242,6 +244,15 @@ class OneRank(Net):
         x, y = (tensor.chunk(2)[part] for tensor in batch)
         hidden = self.backbone(x)
         return (self.head(self.middle(hidden) if part else hidden).float() - y).pow(2).mean()
+
+
+class Wide(Net):
+    """Its head sums in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.seen["head"] = str(out.dtype)
+        return out
 
 
 class Switches(Net):
@@ -417,6 +428,11 @@ def fit_twice(host: Host) -> dict[str, Any]:
     return left(trainer, module)
 
 
+def a_head_that_sums_in_fp32(host: Host) -> dict[str, Any]:
+    half = "fp16" if host.mode == "16-mixed" else "bf16"
+    return replace(host, pins=[Pin("head", half, accumulate="fp32")]).fit(Wide())
+
+
 def early_stopping(host: Host) -> dict[str, Any]:
     stop = callbacks.EarlyStopping("val_loss", min_delta=1e3, patience=1)
     module, trainer = Net(), host.trainer(callbacks=[stop], max_epochs=6)
@@ -499,6 +515,7 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "saved_after_validation": saved_after_validation,
     "batch_norm_evaluated": batch_norm_evaluated,
     "fit_twice": fit_twice,
+    "a_head_that_sums_in_fp32": a_head_that_sums_in_fp32,
     "early_stopping": early_stopping,
 }
 

@@ -34,7 +34,7 @@ def dtypes_by_name(root: nn.Module, spec: Declared) -> dict[str, str]:
     return {member.name: member.pin.dtype for member in resolve(root, spec).members}
 
 
-def pin(root: nn.Module, spec: Declared, *, mode: str = "bf16-mixed") -> nn.Module:
+def pin(root: nn.Module, spec: Declared, *, mode: str = "bf16-mixed", device: str = "cpu") -> nn.Module:
     """``root`` stored and pinned as the mode says, in place."""
     mixed, compute = mode.endswith("-mixed"), "fp16" if mode.startswith("16") else "bf16"
     found = resolve(root, spec)
@@ -43,7 +43,7 @@ def pin(root: nn.Module, spec: Declared, *, mode: str = "bf16-mixed") -> nn.Modu
         for module in root.modules():
             if id(module) not in covered:
                 cast_module_(module, to_torch(compute))
-    pins.apply(found, mixed=mixed, compute_dtype=to_torch(compute), device_type="cpu")
+    pins.apply(found, mixed=mixed, compute_dtype=to_torch(compute), device_type=device)
     return root
 
 

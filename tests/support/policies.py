@@ -11,7 +11,9 @@ from support.scales import scalings
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
 storage = st.sampled_from(STORAGE_DTYPES)
-pins = st.builds(Pin, pattern=words, dtype=storage, output=st.none() | st.sampled_from(["pin", "input"]) | storage)
+outputs = st.none() | st.sampled_from(["pin", "input"]) | storage
+wide_pins = st.builds(Pin, pattern=words, dtype=st.sampled_from(["bf16", "fp16"]), accumulate=st.just("fp32"))
+pins = st.builds(Pin, pattern=words, dtype=storage, output=outputs) | wide_pins
 
 
 @st.composite

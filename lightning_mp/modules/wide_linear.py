@@ -1,0 +1,74 @@
+"""A Linear whose half-precision operands are multiplied, and summed, into an fp32 result that is never rounded."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.errors import Faults
+from lightning_mp.modules.patterns import Swapped, original_class
+from lightning_mp.numerics.dtypes import uncastable
+
+
+class Wide(NamedTuple):
+    """What such a Linear needs in its forward: the dtype of its operands, and the device's type."""
+
+    dtype: torch.dtype
+    device_type: str
+
+
+class WideForward(Swapped):
+    """Casts what goes in and the weight, wherever that is stored, and hands on fp32."""
+
+    lmp_state = ("_lmp_wide",)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows (..., in) to (..., out) in fp32."""
+        wide: Wide | None = self.__dict__.get("_lmp_wide")
+        if wide is None:
+            return cast("Any", super()).forward(input)
+        weight, bias = cast("nn.Linear", self).weight, cast("Tensor | None", cast("Any", self).bias)
+        with torch.autocast(wide.device_type, enabled=False):
+            operands = (None if one is None else one.to(wide.dtype) for one in (input, weight, bias))
+            return cast("Any", WideProduct).apply(*operands)
+
+
+class WideProduct(torch.autograd.Function):
+    """``rows @ weight.T + bias`` of half operands in fp32; its backward is the half product's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., out) in fp32: on CUDA by the product that sums in fp32 anyway, else of the operands in fp32."""
+        ctx.save_for_backward(rows, weight)
+        # ROCm's refuses it, a CPU and tensor parallel's DTensor have none
+        if rows.is_cuda and torch.version.hip is None and not hasattr(weight, "to_local"):
+            flat = torch.mm(rows.reshape(-1, weight.shape[1]), weight.t(), out_dtype=torch.float32)
+            output = flat.reshape(*rows.shape[:-1], weight.shape[0])
+            return output if bias is None else output + bias
+        return nn.functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients in the half format, of an output gradient that is cast to it."""
+        rows, weight = ctx.saved_tensors
+        wanted, gradient = ctx.needs_input_grad, gradients[0].to(rows.dtype)
+        flat = gradient.reshape(-1, weight.shape[0])
+        of_weight = flat.t() @ rows.reshape(-1, weight.shape[1]) if wanted[1] else None
+        return gradient @ weight if wanted[0] else None, of_weight, flat.sum(0) if wanted[2] else None
+
+
+def check(name: str, module: nn.Module, pattern: str, faults: Faults) -> None:
+    """Note a module whose forward is not the product of a Linear with a weight of torch's own."""
+    cls = original_class(module)
+    plain = issubclass(cls, nn.Linear) and cls.forward is nn.Linear.forward and "forward" not in vars(module)
+    # an attention reads the weight of its output projection without calling it
+    if not plain or issubclass(cls, nn.modules.linear.NonDynamicallyQuantizableLinear) or uncastable(module):
+        given = f"pin {pattern!r} with accumulate='fp32' on {name!r}, a {cls.__name__}"
+        faults.add(given, allowed="a plain nn.Linear", fix="name Linear layers, or leave accumulate out")
+
+
+def is_wide(module: nn.Module) -> bool:
+    """Whether a pin has it multiply so."""
+    return "_lmp_wide" in vars(module)
