@@ -27,7 +27,7 @@ _SOURCE, _CAST = "lmp_pin_source", "lmp_pin_cast"
 _PART_OF = "lmp_part_of"
 #: what has the same values in another place
 _COPIES = frozenset(("clone", "_to_copy", "_unsafe_view", "cat", "stack", "repeat"))
-_CLASH = re.compile("dtype|scalar ?type|same type", re.IGNORECASE)
+_CLASH = re.compile("dtype|scalar ?type|same type|should be the same", re.IGNORECASE)
 
 
 class _Source(NamedTuple):
