@@ -30,13 +30,14 @@ def consolidate(
     prefix: str = "",
     cast_all: bool = False,
     weights_only: bool | None = None,
-) -> Path:
+) -> Path | str:
     """Write the weights of ``checkpoint`` to ``output`` as one plain state dict, name → tensor and nothing else.
 
     Args:
-        checkpoint: a ``.ckpt`` file of Lightning, a folder of shards, or a folder of DeepSpeed's.
-        output: ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for ``torch.save``, or ``.safetensors``. An existing file is
-            replaced once the new one is complete.
+        checkpoint: a ``.ckpt`` file of Lightning, a folder of shards, or a folder of DeepSpeed's; a path, or an address
+            that fsspec reads (``s3://...``), which is copied to a temporary folder first.
+        output: ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for ``torch.save``, or ``.safetensors``; a path or an address.
+            What is there is replaced once the new file is complete.
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or another spelling of one, for floating tensors; by default each
             keeps its own (fp32 masters from DeepSpeed, unless the checkpoint records what the run declared). What the
             plan of the run pinned to fp32 stays fp32, as does what the model declares so for that dtype.
@@ -46,23 +47,35 @@ def consolidate(
         weights_only: as for ``torch.load``; ``False`` unpickles objects, from a checkpoint you trust.
 
     Returns:
-        The path of what was written.
+        The path of what was written, or its address.
 
     Raises:
         CheckpointFormatError: the checkpoint cannot be read, or ``output`` or ``prefix`` does not fit.
         PlanError: ``dtype`` is none to store weights in.
         MissingExtraError: safetensors or DeepSpeed is needed and not installed.
     """
-    _, left_out = write_consolidated(Path(checkpoint), Path(output), dtype, prefix, cast_all, weights_only)
+    _, left_out = write_consolidated(checkpoint, output, dtype, prefix, cast_all, weights_only)
     if left_out:
         warnings.warn(f"{output}: no tensors, so left out: {', '.join(left_out)}", stacklevel=2)
-    return Path(output)
+    return str(output) if formats.is_remote_path(output) else Path(output)
 
 
 def write_consolidated(
-    source: Path, target: Path, dtype: object, prefix: str, cast_all: bool, weights_only: bool | None
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    dtype: object,
+    prefix: str,
+    cast_all: bool,
+    weights_only: bool | None,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """As :func:`consolidate`; what was written, and the names of what is no tensor."""
+    with formats.local_copy(checkpoint) as source, formats.local_output(output) as target:
+        return _write(source, target, dtype, prefix, cast_all, weights_only)
+
+
+def _write(
+    source: Path, target: Path, dtype: object, prefix: str, cast_all: bool, weights_only: bool | None
+) -> tuple[dict[str, Tensor], list[str]]:
     wanted = None
     if dtype is not None:
         with Faults("dtype") as faults:
@@ -164,13 +177,13 @@ def read_full(path: str | os.PathLike[str], *, weights_only: bool | None = None)
         CheckpointFormatError: no checkpoint, an incomplete one, or one that ``weights_only`` forbids.
         MissingExtraError: a DeepSpeed checkpoint where DeepSpeed is not installed.
     """
-    place = Path(path)
-    kind = kind_of(place)
-    if kind == "sharded":
-        return sharded_checkpoint(place, weights_only)
-    if kind == "deepspeed":
-        return deepspeed_checkpoint(place)
-    content = _file(place, weights_only, mmap=False)
+    with formats.local_copy(path) as place:
+        kind = kind_of(place)
+        if kind == "sharded":
+            return sharded_checkpoint(place, weights_only)
+        if kind == "deepspeed":
+            return deepspeed_checkpoint(place)
+        content = _file(place, weights_only, mmap=False)
     return {**content, "state_dict": plain_names(content["state_dict"])}
 
 

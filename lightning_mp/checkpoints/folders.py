@@ -18,33 +18,49 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mp.checkpoints import formats
-from lightning_mp.checkpoints.formats import SHARDED_EXTRA, deepspeed_folder, plain_names, rekeyed
-from lightning_mp.compat.torch import read_shards
+from lightning_mp.checkpoints.formats import (
+    OPTIMIZER,
+    SHARDED_EXTRA,
+    deepspeed_folder,
+    is_remote_path,
+    plain_names,
+    rekeyed,
+)
+from lightning_mp.compat.torch import read_shards, shard_storage
 from lightning_mp.errors import MissingExtraError
 from lightning_mp.modules.patterns import plain_name
 
 # ------------------------------------------------------------------ written beside, then put in place
 
 
-def unfinished(path: Path) -> Path:
-    """Where a folder is written until it is whole: written over in place, ``path`` could hold parts of two steps."""
-    return _beside(path, "unfinished")
+def unfinished(target: str) -> str:
+    """Where a folder is written until it is whole: written over in place, it could hold parts of two steps.
 
-
-def begin(path: Path) -> None:
-    """Delete what a process that was killed left beside ``path``."""
-    for word in ("unfinished", "whole", "old"):
-        shutil.rmtree(_beside(path, word), ignore_errors=True)
-
-
-def finish(path: Path) -> None:
-    """Put what is whole by now in the place of ``path``; each node calls it, as each may have a disk of its own.
-
-    A folder takes no other's place in one call: killed between two, both are there, and neither is at ``path``.
+    A bucket renames nothing: there it is written in place, once it is without an index, which comes last.
     """
+    return target if is_remote_path(target) else str(_beside(Path(target), "unfinished"))
+
+
+def begin(target: str) -> None:
+    """Delete what a process that was killed left beside ``target``, or in a bucket the index of what is there."""
+    if is_remote_path(target):
+        return formats.remove_index(target)
+    for word in ("unfinished", "whole", "old"):
+        shutil.rmtree(_beside(Path(target), word), ignore_errors=True)
+    return None
+
+
+def finish(target: str) -> None:
+    """Put what is whole by now in the place of ``target``; each node calls it, as each may have a disk of its own.
+
+    A folder takes no other's place in one call: killed between two, both are there, and neither is at ``target``.
+    """
+    if is_remote_path(target):
+        return
+    path = Path(target)
     whole, old = _beside(path, "whole"), _beside(path, "old")
     try:
-        unfinished(path).rename(whole)
+        Path(unfinished(target)).rename(whole)
     except FileNotFoundError:  # on a shared disk another node was first
         return
     if path.is_dir() and not path.is_symlink():
@@ -64,7 +80,6 @@ def _beside(path: Path, word: str) -> Path:
 
 # where ModelParallelStrategy and FSDPStrategy put the weights
 _WEIGHTS = ("state_dict", "model")
-_OPTIMIZER = "optimizer_"
 
 
 def sharded_weights(path: Path) -> dict[str, Any]:
@@ -73,19 +88,20 @@ def sharded_weights(path: Path) -> dict[str, Any]:
     return plain_names(_assembled(path, {key})[key])
 
 
-def entries(path: Path) -> list[str]:
-    """The dotted names of everything in the shards."""
-    return list(_metadata(path).state_dict_metadata)
+def entries(path: str) -> list[str]:
+    """The dotted names of everything in the shards, behind any protocol of fsspec's."""
+    index = shard_storage(path).read_metadata() if is_remote_path(path) else _metadata(Path(path))
+    return list(index.state_dict_metadata)
 
 
 def sharded_checkpoint(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Everything, as Lightning's single file has it."""
     key, content = _weights_key(path, _metadata(path)), _assembled(path)
-    indices = sorted(int(name.removeprefix(_OPTIMIZER)) for name in content if name.startswith(_OPTIMIZER))
+    indices = sorted(int(name.removeprefix(OPTIMIZER)) for name in content if name.startswith(OPTIMIZER))
     return {
         **formats.load(path / SHARDED_EXTRA, weights_only=weights_only),
         "state_dict": plain_names(content[key]),
-        "optimizer_states": [rekeyed(content[f"{_OPTIMIZER}{index}"]) for index in indices],
+        "optimizer_states": [rekeyed(content[f"{OPTIMIZER}{index}"]) for index in indices],
     }
 
 

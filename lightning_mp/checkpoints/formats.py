@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from fsspec.core import split_protocol
+from fsspec.core import split_protocol, url_to_fs
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +25,8 @@ Kind = Literal["file", "sharded", "deepspeed"]
 
 #: what Lightning puts beside the shards of torch.distributed.checkpoint, and that package's own index
 SHARDED_EXTRA, SHARDED_INDEX = "meta.pt", ".metadata"
+#: in front of an optimizer's number, in the shards
+OPTIMIZER = "optimizer_"
 #: the file that names DeepSpeed's folder, and the name Lightning gives that folder
 DEEPSPEED_LATEST, DEEPSPEED_TAG = "latest", "checkpoint"
 DEEPSPEED_MODEL = "*_model_states.pt"
@@ -63,18 +68,65 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     Raises:
         CheckpointFormatError: none of them, or a part of one; it says what is there and what is missing.
     """
-    place = Path(without_file_protocol(path))
-    if place.is_file():
+    files, place = _on(path)
+    if files.isfile(place):
         return "file"
-    if all((place / name).is_file() for name in (SHARDED_INDEX, SHARDED_EXTRA)):
+    if all(files.isfile(f"{place}/{name}") for name in (SHARDED_INDEX, SHARDED_EXTRA)):
         return "sharded"
-    if (place / DEEPSPEED_LATEST).is_file() or (place / DEEPSPEED_TAG).is_dir():
-        deepspeed_folder(place)
+    if files.isfile(f"{place}/{DEEPSPEED_LATEST}") or files.isdir(f"{place}/{DEEPSPEED_TAG}"):
+        if not is_remote_path(path):
+            deepspeed_folder(Path(place))
         return "deepspeed"
-    what = "is not on this machine" if is_remote_path(path) else "does not exist"
-    what = "is no checkpoint, or not all of one" if place.exists() else what
-    fix = "give what ModelCheckpoint wrote; copy it to a local folder first"
-    raise CheckpointFormatError(f"{str(path)!r}, which {what}", fix, ALLOWED)
+    what = "is no checkpoint, or not all of one" if files.exists(place) else "does not exist"
+    raise CheckpointFormatError(f"{str(path)!r}, which {what}", "give what ModelCheckpoint wrote", ALLOWED)
+
+
+def _on(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """The file system of fsspec's, and what it calls the path."""
+    files, place = cast("tuple[Any, str]", url_to_fs(os.fspath(path)))
+    return files, place
+
+
+@contextmanager
+def local_copy(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
+    """The checkpoint itself where it is on this machine, else a copy for as long as it is read."""
+    if not is_remote_path(path):
+        yield Path(without_file_protocol(path))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        files, place = _on(path)
+        copy = Path(folder) / Path(place).name
+        files.get(place, str(copy), recursive=True)
+        yield copy
+
+
+@contextmanager
+def local_output(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
+    """Where a file is written that is to lie at ``path``: elsewhere it is put once it is whole."""
+    if not is_remote_path(path):
+        yield Path(without_file_protocol(path))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        files, place = _on(path)
+        file = Path(folder) / Path(place).name
+        yield file
+        files.makedirs(place.rpartition("/")[0], exist_ok=True)
+        files.put_file(str(file), place)
+
+
+def write_bytes(path: str, content: bytes) -> None:
+    """Write a file behind any protocol, its folder too."""
+    files, place = _on(path)
+    files.makedirs(place.rpartition("/")[0], exist_ok=True)
+    with files.open(place, "wb") as file:
+        file.write(content)
+
+
+def remove_index(path: str) -> None:
+    """From now on the folder of shards at ``path`` is no checkpoint."""
+    files, place = _on(path)
+    if files.exists(f"{place}/{SHARDED_INDEX}"):
+        files.rm_file(f"{place}/{SHARDED_INDEX}")
 
 
 def deepspeed_folder(place: Path) -> Path:
@@ -90,17 +142,21 @@ def deepspeed_folder(place: Path) -> Path:
     raise damaged(place, f"its folder {tag!r} has no file {DEEPSPEED_MODEL}")
 
 
-def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
+def load(path: Path | str, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
     """What ``torch.save`` wrote to ``path``, on the CPU; with ``mmap`` tensors are read when they are used.
 
     Raises:
         CheckpointFormatError: it is no whole file of ``torch.save``, holds no dict, or holds more than tensors and
             plain values where ``weights_only`` (torch's default) forbids it.
     """
-    if not zipfile.is_zipfile(path):
+    files, place = _on(path)
+    content: Any = BytesIO(files.cat_file(place)) if is_remote_path(path) else place
+    if not zipfile.is_zipfile(content):
         raise damaged(path, "torch.save did not write it, or not to its end")
+    if is_remote_path(path):
+        content.seek(0)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+        content = torch.load(content, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as error:
         if weights_only is False:
             raise damaged(path, error) from error
@@ -115,7 +171,7 @@ def load(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[s
     return content
 
 
-def damaged(path: Path, error: BaseException | str) -> CheckpointFormatError:
+def damaged(path: Path | str, error: BaseException | str) -> CheckpointFormatError:
     """The error for a checkpoint whose reading ended in ``error``."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return CheckpointFormatError(f"{str(path)!r} cannot be read: {reason}", "copy it again, or take an earlier one")

@@ -20,10 +20,10 @@ FOLDER = Path("configs")
 
 def consolidate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A .ckpt file, a folder of shards, or a DeepSpeed folder.", show_default=False)
+        str, typer.Argument(help="A .ckpt file, a folder of shards, or a DeepSpeed folder.", show_default=False)
     ],
     output: Annotated[
-        Path, typer.Argument(help="What to write: .pt, .pth, .bin, .ckpt or .safetensors.", show_default=False)
+        str, typer.Argument(help="What to write: .pt, .pth, .bin, .ckpt or .safetensors.", show_default=False)
     ],
     dtype: Annotated[Text, typer.Option(help="Cast floating tensors to fp32, bf16 or fp16; else as stored.")] = None,
     prefix: Annotated[
@@ -51,7 +51,7 @@ def consolidate(
         typer.echo(f"left out, since they are no tensors: {', '.join(left_out)}", err=True)
     short = {dtype: name for name, dtype in STORAGE.items()}
     dtypes = sorted({short.get(one.dtype, str(one.dtype).removeprefix("torch.")) for one in tensors.values()})
-    size = f"{counted(len(tensors), 'tensor')}, {in_bytes(output.stat().st_size)}"
+    size = f"{counted(len(tensors), 'tensor')}, {in_bytes(sum(one.nbytes for one in tensors.values()))}"
     typer.echo(f"{output}: {size}, {', '.join(dtypes)}")
 
 

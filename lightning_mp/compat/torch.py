@@ -224,6 +224,15 @@ def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     cast("Any", module)._apply(fn)
 
 
+def shard_storage(path: str, *, writes: bool = False) -> Any:
+    """What torch.distributed.checkpoint reads or writes a folder with, on the disk or behind a protocol of fsspec's."""
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+    kinds: Any = (FsspecReader, FsspecWriter) if "://" in path else (FileSystemReader, FileSystemWriter)
+    return kinds[writes](path)
+
+
 def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
     """What torch.distributed.checkpoint wrote to a folder, or what is below ``keys``: whole tensors on the CPU.
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,14 +25,16 @@ from lightning_mp.compat.lightning import (
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
+    TrainerStatus,
     default_pg_timeout,
     optimizers_to_device,
     set_mesh,
 )
 from lightning_mp.compat.torch import norms
 from lightning_mp.errors import Faults, PlanError
-from lightning_mp.fsdp2 import tensor_parallel
+from lightning_mp.fsdp2 import saving, tensor_parallel
 from lightning_mp.fsdp2.engine import ShardedEngine
+from lightning_mp.fsdp2.saving import Saves
 from lightning_mp.fsdp2.units import (
     Sharding,
     Units,
@@ -157,6 +159,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         offload_policy: as in ``fully_shard``; ``cpu_offload`` is the short way.
         ignored_params: as in ``fully_shard``.
         save_distributed_checkpoint: a folder of shards (the default), or one file assembled on rank 0.
+        async_save: copy the shards to the host and write them while training goes on, at most one checkpoint at a time;
+            an older one is removed once the new one is whole.
         process_group_backend: as in Lightning.
         timeout: as in Lightning.
 
@@ -168,6 +172,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     gathers_fp8 = True
     plan_engine = ShardedEngine
     own_format = "sharded"
+    folders_are_local = False
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,
@@ -185,6 +190,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         offload_policy: OffloadPolicy | None = None,
         ignored_params: set[nn.Parameter] | None = None,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -208,6 +214,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._shards, self._tp_plan = data_parallel_size, tp_plan
         self._sharded = self._backward_inside = False
         self._fp8_gather: FP8Gather | None = None
+        self._saves = Saves(later=async_save)
 
     # ------------------------------------------------------------------ processes
 
@@ -259,7 +266,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """The units, and the tensor-parallel style of each module by name; ``None`` where it is sharded already."""
         refuse_callbacks(module, "sharded weights", faults)
         refuse_weights(module, faults, self.sharding.options.get("ignored_params", ()))
-        self.check_remote_folders(faults)
         if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
@@ -336,11 +342,14 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         return FP8Gather(self._user_module, conversion.converted.values(), self._shard_mesh.get_group(-1), rule)
 
     def teardown(self) -> None:
-        """As the host does; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
+        """Wait for a checkpoint; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
         began = self.lightning_module is not None and plan_of(self).engine is not None
-        super().teardown()
-        if began:
-            self._gather_halves((), plan_of(self).policy)
+        try:
+            self._saves.close()
+        finally:
+            super().teardown()
+            if began:
+                self._gather_halves((), plan_of(self).policy)
 
     def model_to_device(self) -> None:
         if not self.sharding.cpu_offload:
@@ -432,6 +441,33 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def saves_folders(self) -> bool:
         return self._save_distributed_checkpoint
 
+    def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options= with a folder of shards, which no CheckpointIO writes: leave it out")
+        trainer = self._user_module.trainer
+        self._saves.save(
+            checkpoint,
+            path,
+            first=self.is_global_zero,
+            first_of_node=self.local_rank == 0,
+            fitting=trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING,
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, once what is being written is whole."""
+        self._saves.wait()
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        """Load each rank's shards."""
+        assert self.model is not None
+        strict = self._user_module.strict_loading
+        return saving.load(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove an older one, once the one that is being written is whole."""
+        self._saves.remove(partial(super().remove_checkpoint, filepath))
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collect the weights, and the first rank's buffers."""
         self._share_buffers()
@@ -455,7 +491,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
         if not super().reads(path):
             return False
-        held = entries(Path(path))
+        held = entries(str(path))
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
         wanted = {
             f"optimizer_{index}.state.{names[id(parameter)]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,10 +39,12 @@ class PlanStrategy(RunsPlan):
 
     #: the format that the host strategy reads itself, if any
     own_format: Kind | None = "file"
+    #: whether folders go to a local disk alone
+    folders_are_local = True
 
     @property
     def saves_folders(self) -> bool:
-        """Whether every rank writes files of its own, which takes a local disk, instead of one by the CheckpointIO."""
+        """Whether every rank writes files of its own, instead of one by the CheckpointIO."""
         return False
 
     def check_remote_folders(self, faults: Faults) -> None:
@@ -68,21 +69,21 @@ class PlanStrategy(RunsPlan):
             "world_size": getattr(self, "world_size", 1),
         }
         path = without_file_protocol(self.broadcast(filepath))
-        if self.saves_folders and is_remote_path(path):
+        if self.saves_folders and self.folders_are_local and is_remote_path(path):
             raise CheckpointFormatError(*_remote(path))
         if self.saves_folders:
-            self._save_folder(checkpoint, Path(path), storage_options)
+            self._save_folder(checkpoint, path, storage_options)
         elif not (is_remote_path(path) or self._users_io):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif self.is_global_zero:  # Lightning's strategies of shards would take the path for that of a local file
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
-    def _save_folder(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+    def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         first_of_node = cast("Any", self).local_rank == 0
         if first_of_node:
             folders.begin(path)
         self.barrier()
-        super().save_checkpoint(checkpoint, str(folders.unfinished(path)), storage_options=storage_options)
+        super().save_checkpoint(checkpoint, folders.unfinished(path), storage_options=storage_options)
         self.barrier()  # the Trainer has one afterwards
         if first_of_node:
             folders.finish(path)
@@ -102,7 +103,7 @@ class PlanStrategy(RunsPlan):
         with self._optimizers_while_fitting():
             own = self.reads(path)
             if own and self.own_format != "file":
-                return super().load_checkpoint(path, weights_only=weights_only)
+                return self.load_folder(path, weights_only)
             if own or self._format(path) is None:
                 # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
                 device = {} if self._users_io else {"map_location": "cpu"}
@@ -116,6 +117,10 @@ class PlanStrategy(RunsPlan):
                 rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
             self.load_full(checkpoint)
         return checkpoint
+
+    def load_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        """Load a folder of the host's own format as the host does."""
+        return super().load_checkpoint(path, weights_only=weights_only)
 
     @contextmanager
     def _optimizers_while_fitting(self) -> Generator[None, None, None]:
@@ -133,14 +138,14 @@ class PlanStrategy(RunsPlan):
         return type(self.checkpoint_io) is not TorchCheckpointIO
 
     def _format(self, path: Any) -> Kind | None:
-        """What lies at ``path``; ``None`` if the Trainer's CheckpointIO alone reads it: remote, or a user's plugin."""
+        """What lies at ``path``; ``None`` if a CheckpointIO alone reads it: a file elsewhere, or a user's plugin."""
         try:
-            kind = None if is_remote_path(path) else kind_of(path)
+            kind = kind_of(path)
         except CheckpointFormatError:
             if self._users_io:
                 return None
             raise
-        return None if kind == "file" and self._users_io else kind
+        return None if kind == "file" and (self._users_io or is_remote_path(path)) else kind
 
     def reads(self, path: Any) -> bool:
         """Whether the host strategy can be left to read what lies at ``path``.
@@ -184,9 +189,8 @@ class PlanStrategy(RunsPlan):
 
 
 def _remote(path: Any) -> tuple[str, str]:
-    one_file = "strategy='mp_fsdp2' with save_distributed_checkpoint=False"
-    fix = f"give ModelCheckpoint(dirpath=...) a local folder, or write one file: {one_file}"
-    return f"{str(path)!r} for checkpoints that are folders, a file or more a rank", fix
+    fix = "give ModelCheckpoint(dirpath=...) a local folder, or use strategy='mp_fsdp2', whose shards go anywhere"
+    return f"{str(path)!r} for DeepSpeed's checkpoints, whose files go to a local disk alone", fix
 
 
 def sharded_like(target: Any, full: Any) -> Any:

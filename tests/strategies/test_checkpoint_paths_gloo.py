@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
-from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
+from lightning_mp import MixedPrecisionPlan, PlanError, consolidate, make_strategy
 from lightning_mp.checkpoints import CheckpointFormatError
 from lightning_mp.pipeline.strategy import PlanPipelineStrategy
+from support import shelf as shelf
 from support.models import same_weights
 from support.pipeline import ROWS, Staged, data
 from support.ranks import Ranks
@@ -31,19 +30,8 @@ ONE_FILE = {
     "pipeline": {"microbatches": 2},
 }
 FOLDERS = {"fsdp2": {}, "deepspeed_zero1": {}}
-
-
-class Shelf(LocalFileSystem):
-    """A remote file system, as far as anyone can tell from its paths."""
-
-    protocol = "shelf"
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return super()._strip_protocol(path.removeprefix("shelf://") if isinstance(path, str) else path)
-
-
-fsspec.register_implementation("shelf", Shelf, clobber=True)
+#: what writes folders of shards behind any protocol
+ANYWHERE = {"fsdp2": {}, "hsdp": {"device_mesh": (2, 1)}}
 
 
 class InFolders(TorchCheckpointIO):
@@ -97,12 +85,14 @@ class GoesOn:
     strategy: str
     path: str
     folders: bool = False
+    shards: bool = False
 
     def run(self) -> dict[str, Any]:
         modules, steps = [], []
         for number in range(2):
             plugins = [InFolders()] if self.folders else []
-            runner, module = _runner(self.strategy, ONE_FILE[self.strategy], plugins, max_epochs=1 + number), Watched()
+            options = (ANYWHERE if self.shards else ONE_FILE)[self.strategy]
+            runner, module = _runner(self.strategy, options, plugins, max_epochs=1 + number), Watched()
             runner.fit(module, data(2, ROWS), ckpt_path=self.path if number else None)
             runner.save_checkpoint(self.path)
             modules, steps = [*modules, module], [*steps, runner.global_step]
@@ -119,28 +109,38 @@ def test_a_run_goes_on(ranks: Ranks, tmp_path: Path, strategy: str, protocol: st
     assert not Path(protocol.partition("/")[0] or "none").exists()
 
 
+@pytest.mark.parametrize("strategy", ANYWHERE)
+def test_a_run_goes_on_from_shards_in_a_bucket(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    address = f"shelf://{tmp_path}/saved.ckpt"
+    first = ranks.run(GoesOn(strategy, address, shards=True))[0]
+    assert same_weights(first["after"], first["before"])
+    assert first["steps"] == [2, 4]
+    consolidate(address, f"shelf://{tmp_path}/out/weights.safetensors")
+    consolidate(tmp_path / "saved.ckpt", tmp_path / "weights.safetensors")
+    written = [(tmp_path / name).read_bytes() for name in ("out/weights.safetensors", "weights.safetensors")]
+    assert written[0] == written[1]
+    assert not Path("shelf:").exists()
+
+
 @dataclass(frozen=True)
 class Refused:
-    """What a fit says of a remote folder for shards, and what saving there by hand does."""
-
-    strategy: str
+    """What a fit says of a remote folder for DeepSpeed's files, and what saving there by hand does."""
 
     def run(self) -> list[str]:
-        saves = _runner(self.strategy, FOLDERS[self.strategy], callbacks=[ModelCheckpoint("shelf:///tmp/shards")])
+        saves = _runner("deepspeed_zero1", {}, callbacks=[ModelCheckpoint("shelf:///tmp/shards")])
         with pytest.raises(PlanError) as before:
             saves.fit(Watched(), data(1, ROWS))
-        runner = _runner(self.strategy, FOLDERS[self.strategy])
+        runner = _runner("deepspeed_zero1", {})
         runner.fit(Watched(), data(1, ROWS))
         with pytest.raises(CheckpointFormatError) as after:
             runner.save_checkpoint("shelf:///tmp/shards/saved.ckpt")
         return [str(before.value), str(after.value)]
 
 
-@pytest.mark.parametrize("strategy", FOLDERS)
-def test_shards_are_not_written_to_a_remote_folder(ranks: Ranks, strategy: str) -> None:
-    for said in (said for one in ranks.run(Refused(strategy)) for said in one):
+def test_deepspeeds_files_are_not_written_to_a_remote_folder(ranks: Ranks) -> None:
+    for said in (said for one in ranks.run(Refused()) for said in one):
         assert "shelf:///tmp/shards" in said
-        assert "save_distributed_checkpoint=False" in said
+        assert "use strategy='mp_fsdp2'" in said
     assert not Path("shelf:").exists()
 
 

@@ -206,7 +206,7 @@ SETUPS: dict[str, Setup] = {
     "docs/how-to/migrate.md": Setup(prepare=names, shorter={"train": TWO_STEPS}),
     # LongSpec's recipe is run, and looked into, by tests/cli/test_longspec_gloo.py
     "docs/how-to/lora.md": Setup(elsewhere=("train experiment",)),
-    "docs/how-to/fsdp2.md": Setup(prepare=names, changes=_ON_ONE),
+    "docs/how-to/fsdp2.md": Setup(prepare=names, changes={**_ON_ONE, "s3://bucket": "bucket"}),
     "docs/how-to/deepspeed.md": Setup(prepare=names, changes=_ON_ONE),
     # FP8 on a CPU takes seconds a step: tests/cli/test_compare.py runs both, small or in the slow tests
     "docs/how-to/compare.md": Setup(

@@ -1,0 +1,127 @@
+"""Folders of shards, written to any path of fsspec's: at once, or from a copy on the host while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as shards
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from lightning_mp.checkpoints import folders, formats
+from lightning_mp.checkpoints.formats import OPTIMIZER, SHARDED_EXTRA
+from lightning_mp.compat.torch import shard_storage
+from lightning_mp.numerics.dtypes import map_tensors
+
+_WEIGHTS = "state_dict"
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """What one rank writes: its shards, and on the first rank the rest, as ``torch.save`` wrote it."""
+
+    path: str
+    content: Mapping[str, Any]
+    extra: bytes | None
+    first_of_node: bool
+
+    def write(self, group: Any) -> None:
+        if self.first_of_node:
+            folders.begin(self.path)
+        dist.barrier(group)
+        place = folders.unfinished(self.path)
+        if self.extra is not None:
+            formats.write_bytes(f"{place}/{SHARDED_EXTRA}", self.extra)
+        # the index comes last, so that nothing of a folder whose writing was broken off is taken for a checkpoint
+        shards.save({**self.content}, storage_writer=shard_storage(place, writes=True), process_group=group)
+        dist.barrier(group)
+        if self.first_of_node:
+            folders.finish(self.path)
+
+
+class Saves:
+    """Writes folders of shards, at most one at a time.
+
+    ``later`` copies to the host what is to be written, and writes it in a thread, over a process group of its own.
+    """
+
+    def __init__(self, *, later: bool) -> None:
+        self._later = later
+        self._thread: ThreadPoolExecutor | None = None
+        self._group: Any = None
+        self._writing: Future[None] | None = None
+
+    def save(self, checkpoint: dict[str, Any], path: str, *, first: bool, first_of_node: bool, fitting: bool) -> None:
+        """Write a checkpoint of Lightning's; every rank calls it. Outside of a fit nothing would wait for the thread.
+
+        Raises:
+            Exception: whatever ended the save before.
+        """
+        self.wait()
+        content = {_WEIGHTS: checkpoint.pop(_WEIGHTS)}
+        states = checkpoint.pop("optimizer_states", ())
+        content |= {f"{OPTIMIZER}{index}": state for index, state in enumerate(states)}
+        extra = BytesIO()
+        if first:
+            torch.save(checkpoint, extra)
+        folder = _Folder(path, content, extra.getvalue() if first else None, first_of_node)
+        if not (self._later and fitting):
+            return folder.write(None)
+        if self._thread is None:
+            self._thread, self._group = ThreadPoolExecutor(1), dist.new_group(backend="gloo")
+        copied = map_tensors(content, lambda tensor: tensor.detach().to("cpu", copy=True))
+        self._writing = self._thread.submit(_Folder(path, copied, folder.extra, first_of_node).write, self._group)
+        return None
+
+    def remove(self, remove: Callable[[], object]) -> None:
+        """Remove an older checkpoint, once the one that is being written is whole."""
+        writing = self._writing
+        if writing is None or self._thread is None:
+            remove()
+        else:
+            self._thread.submit(lambda: None if writing.exception() else remove())
+
+    def wait(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            Exception: whatever ended it.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait, and give the thread and its process group back."""
+        thread, self._thread = self._thread, None
+        try:
+            self.wait()
+        finally:
+            if thread is not None:
+                thread.shutdown()
+                dist.destroy_process_group(self._group)
+
+
+def load(path: str, model: nn.Module, optimizers: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Load each rank's shards into ``model`` and ``optimizers``; what else the folder holds."""
+    weights = {_WEIGHTS: get_model_state_dict(model)}
+    shards.load(weights, storage_reader=shard_storage(path))
+    model.load_state_dict(weights[_WEIGHTS], strict=strict)
+    for index, optimizer in enumerate(optimizers):
+        name = f"{OPTIMIZER}{index}"
+        state = {name: get_optimizer_state_dict(model, optimizer)}
+        shards.load(state, storage_reader=shard_storage(path))
+        options = StateDictOptions(cpu_offload=True)
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=state[name], options=options)
+    return formats.load(f"{path}/{SHARDED_EXTRA}", weights_only=weights_only)

@@ -1,0 +1,104 @@
+"""``async_save=True``: shards are written while training goes on, and what is not whole is never the newest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_mp import MixedPrecisionPlan, make_strategy
+from lightning_mp.checkpoints import CheckpointFormatError, read_full
+from support.comparing import same
+from support.models import Regression, batches
+from support.ranks import RankError, Ranks
+from support.running import trainer
+from support.sharded import rank, whole
+from support.shelf import Shelf
+
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+
+class Steps(Regression):
+    """Keeps the weights after each step; the shelf's files are written once the next step has begun."""
+
+    def __init__(self, kill_at: int | None, waits: bool) -> None:
+        super().__init__(torch.optim.AdamW)
+        self.kill_at, self.waits = kill_at, waits
+        self.next_began, self.after = threading.Event(), dict[int, Any]()
+        if waits or kill_at is not None:
+            Shelf.before_write = staticmethod(self.before_write)
+
+    def before_write(self, path: str) -> None:
+        if self.kill_at == self.global_step and rank() == 0 and path.endswith(".distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.waits and not path.endswith("meta.pt"):
+            assert self.next_began.wait(60), "training waits for the checkpoint"
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            self.next_began.set()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.next_began.clear()
+        self.after[self.global_step] = whole(self)
+
+    def on_train_end(self) -> None:
+        self.next_began.set()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Four steps, each saved in a folder that is removed once the next is there."""
+
+    folder: str
+    later: bool = True
+    kill_at: int | None = None
+    waits: bool = False
+
+    def run(self) -> dict[int, Any]:
+        saves = ModelCheckpoint(self.folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
+        plan = MixedPrecisionPlan("32-true")
+        strategy = make_strategy("fsdp2", plan, process_group_backend="gloo", async_save=self.later)
+        runner = trainer(
+            plugins=[plan], max_steps=4, devices=2, strategy=strategy, enable_checkpointing=True, callbacks=[saves]
+        )
+        module = Steps(self.kill_at, self.waits)
+        runner.fit(module, batches())
+        return module.after
+
+
+@pytest.mark.parametrize("protocol", ["", "shelf://"])
+def test_what_is_written_is_what_the_weights_were_when_it_was_saved(
+    ranks: Ranks, tmp_path: Path, protocol: str
+) -> None:
+    after = ranks.run(Fit(f"{protocol}{tmp_path}"))[0]
+    assert [one.name for one in tmp_path.iterdir()] == ["step=4.ckpt"]
+    content = read_full(tmp_path / "step=4.ckpt", weights_only=False)
+    assert content["global_step"] == 4
+    assert same(content["state_dict"], after[4])
+    at_once = ranks.run(Fit(f"{protocol}{tmp_path}/at_once", later=False))[0]
+    assert same(after, at_once)
+    expected = read_full(tmp_path / "at_once" / "step=4.ckpt", weights_only=False)
+    assert same(content["optimizer_states"], expected["optimizer_states"])
+
+
+def test_training_goes_on_while_it_is_written(ranks: Ranks, tmp_path: Path) -> None:
+    """A save at once would wait for the next step, and end in an error after a minute."""
+    after = ranks.run(Fit(f"shelf://{tmp_path}", waits=True))[0]
+    assert same(read_full(tmp_path / "step=4.ckpt", weights_only=False)["state_dict"], after[4])
+
+
+def test_one_that_is_broken_off_is_not_the_newest(ranks: Ranks, tmp_path: Path) -> None:
+    """The one before it is still there: it is removed once the new one is whole."""
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks.run(Fit(f"shelf://{tmp_path}", kill_at=3))
+    assert read_full(tmp_path / "step=2.ckpt", weights_only=False)["global_step"] == 2
+    with pytest.raises(CheckpointFormatError, match="not all of one"):
+        read_full(tmp_path / "step=3.ckpt")
