@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_mp import LossScaling, NonFinite, NonFiniteError, make_strategy
+from lightning_mp import LossScaling, NonFiniteError, make_strategy
 from lightning_mp.deepspeed import strategy as forward
 from support.collectives import Moved
 from support.comparing import of_sums, of_training, same, same_runs
@@ -26,8 +22,7 @@ from support.models import FEATURES, HIDDEN, same_weights
 from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
-from support.saving import ResumableBatches, SaveAt
-from support.sharded import BAD_RANK, HOSTS, PINS, RATE, STAGES, Both, Ranked, Stopped, on, refused, trained
+from support.sharded import HOSTS, RATE, Both, Ranked, on, refused, trained
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
@@ -44,21 +39,6 @@ class LeftOut(Ranked):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if (self.current_epoch, batch_idx) == (0, 7) else None
-
-
-class ByHand(Ranked):
-    """Manual optimization, clipped."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(optimizer="sgd")
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.clip_gradients(optimizer, 0.1, "norm")
-        optimizer.step()
 
 
 class Later(Ranked):
@@ -79,24 +59,11 @@ def _both(stage: str, mode: str, module: Any = OVERFLOWS, options: Any = (), **s
     return Both(mode, module, dict(options), strategy, f"zero{stage}")
 
 
-CLIPPED = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}
 WINDOWS = {"accumulate_grad_batches": 3, "max_epochs": 2}
-GROWS = {"loss_scaling": LossScaling(init_scale=8.0, growth_interval=2)}
 WITHOUT_NORM = {"zero_optimization": {"compute_grad_norm": False}}
 RUNS: dict[str, Both] = {
-    **{f"{stage} 16-mixed": _both(stage, "16-mixed") for stage in STAGES},
-    "2 bf16-true": _both("2", "bf16-true"),
-    "1 16-true, a pin splits the group": _both("1", "16-true", options={"pins": PINS}),
-    "3 32-true": _both("3", "32-true", Small),
-    **{
-        f"{stage} accumulated and clipped": _both(stage, "16-mixed", partial(Ranked, optimizer="sgd"), CLIPPED)
-        for stage in ("2", "3", "2_offload")
-    },
-    **{f"{stage} the scale grows": _both(stage, "16-mixed", Small, GROWS) for stage in ("2", "3")},
     "2 left out in a window": _both("2", "bf16-mixed", partial(LeftOut, optimizer="adamw"), WINDOWS),
-    **{f"{stage} by hand": _both(stage, "16-mixed", ByHand) for stage in ("2", "3")},
     "3 made partitioned": _both("3", "16-mixed", Later),
-    "3 made partitioned, 32-true": _both("3", "32-true", Later),
     "2 without DeepSpeed's norm": _both("2", "16-mixed", config=WITHOUT_NORM),
 }
 
@@ -139,14 +106,6 @@ class AsOnCuda:
             return self.both.run()
 
 
-@pytest.mark.parametrize(("stage", "how"), [("2", "gradient"), ("3", "batch")])
-def test_the_error_names_the_guilty_rank_on_every_rank(ranks: Ranks, stage: str, how: str) -> None:
-    one, other = ranks.run(Stopped("bf16-mixed", how, NonFinite(max_consecutive=2), HOSTS[f"zero{stage}"]))
-    assert one == other
-    assert (one["rank"], one["step"]) == (BAD_RANK, 4)
-    assert one["module"] == {"gradient": "net.3", "batch": "net.0"}[how]
-
-
 class OverflowsOnce(Ranked):
     """Has a gradient that is not finite in batch 2, and is finite when that batch is run again."""
 
@@ -177,61 +136,6 @@ def test_stage_3_names_the_module_of_a_gradient_that_does_not_come_again(ranks: 
 
 
 # ------------------------------------------------------------------ checkpoints
-
-SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "lambda": lambda o: LambdaLR(o, [lambda n: 1 / (1 + n), lambda n: 1 / (2 + n)]),
-    "onecycle": lambda o: OneCycleLR(o, max_lr=[0.1, 0.05], total_steps=12),  # two phases, as many as groups
-}
-
-
-class Groups(Ranked):
-    """Two param groups, the first of which a pin splits under the true modes, and a schedule with an entry a group."""
-
-    def __init__(self, schedule: str, bad: tuple[int, ...] = ()) -> None:
-        super().__init__(bad)
-        self.schedule = schedule
-
-    def configure_optimizers(self) -> Any:
-        first = [*self.net[0].parameters(), *self.net[1].parameters()]
-        groups = [{"params": first, "lr": 1e-2}, {"params": list(self.net[3].parameters()), "lr": 2e-3}]
-        optimizer = AdamW(groups, eps=1e-4)
-        schedule = {"scheduler": SCHEDULES[self.schedule](optimizer), "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A run that saves after step 4, another that goes on from there, and DDP's; step 1 is skipped."""
-
-    stage: str
-    mode: str
-    schedule: str
-    folder: Path
-
-    def run(self) -> dict[str, Any]:
-        folder = self.folder / f"{self.stage} {self.mode}"
-
-        def run(host: dict[str, Any], bad: tuple[int, ...] = (), **options: Any) -> dict[str, Any]:
-            scaling = LossScaling(init_scale=256.0, growth_interval=3, hysteresis=2)
-            options |= {"loss_scaling": scaling, "pins": PINS, "data": ResumableBatches()}
-            return trained(self.mode, host, Groups(self.schedule, bad), **options)
-
-        zero = HOSTS[f"zero{self.stage}"]
-        whole = run(zero(), (1,), callbacks=[SaveAt(folder, 4)])
-        return {"whole": whole, "resumed": run(zero(), ckpt_path=folder / "4.ckpt"), "ddp": run(HOSTS["ddp"](), (1,))}
-
-
-@pytest.mark.parametrize(("stage", "mode", "schedule"), [("2", "16-true", "lambda"), ("3", "16-mixed", "onecycle")])
-def test_a_resumed_run_is_the_whole_one_and_ddps(
-    ranks: Ranks, tmp_path: Path, stage: str, mode: str, schedule: str
-) -> None:
-    for result in ranks.run(Resumed(stage, mode, schedule, tmp_path)):
-        whole, again = result["whole"], result["resumed"]
-        assert same_weights(whole["weights"], again["weights"])
-        assert whole["counts"] == again["counts"] == (7, 1)
-        assert all(whole[key][4:] == again[key] for key in ("scales", "lrs", "skipped"))
-        assert same(whole["weights"], result["ddp"]["weights"], LAST_BITS)
-        assert whole["lrs"] == result["ddp"]["lrs"]
 
 
 # ------------------------------------------------------------------ what DeepSpeed is given, and leaves behind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,81 +9,42 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_mp import LossScaling, NonFinite, PlanError
-from support.comparing import eps, of_training, same_runs
+from lightning_mp import PlanError
+from support.comparing import of_training, same_runs
 from support.fsdp2_models import (
     Bare,
-    Blocks,
     CannotMake,
-    Compiled,
+    Direct,
     Dtypes,
     LlamaOnMeta,
-    Net,
     OnMeta,
+    Parts,
     Refused,
-    Transformers,
+    Shapes,
     UsersOwn,
 )
-from support.fsdp2_ways import Again, Attends, Direct, Parts, Shapes, Twice
 from support.models import Regression, same_weights
-from support.oracles import MODES, plan_for
+from support.oracles import plan_for
 from support.ranks import Ranks, in_a_process
 from support.running import fit
-from support.sharded import BAD_RANK, RATE, Both, Ranked, Stopped
+from support.sharded import RATE, Both, Ranked
 
 pytestmark = pytest.mark.gloo
 
 PINS = {"pins": {"LayerNorm": "fp32"}}
 CLIP = {"gradient_clip_val": 0.5}
-BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-HALVES = {"accumulate_grad_batches": 2}
-OPTIMIZERS = ("adamw", "groups")
 
 
-def _ranked(**module: Any) -> Any:
-    return partial(Ranked, **module)
-
-
-RANKED: dict[str, Both] = {
-    **{mode: Both(mode, _ranked(bad=(2,)), PINS) for mode in MODES},
-    **{name: Both("16-mixed", _ranked(bad=(2,), optimizer=name, schedule=True), PINS | CLIP) for name in OPTIMIZERS},
-    "by value": Both("16-mixed", _ranked(bad=(2,)), BY_VALUE),
-    "overflow in a window": Both("16-mixed", _ranked(bad=(2, 5)), PINS | HALVES | CLIP),
-    "one shard": Both("16-mixed", Ranked, PINS | CLIP, {"device_mesh": (2, 1)}),
-    "reduced in bf16": Both("bf16-true", Ranked, {"reduce_dtype": "bf16"}),
-}
-BLOCKS: dict[str, Both] = {
-    "checkpointed": Both("16-mixed", Blocks, {**PINS, "checkpointing": "Net"}, {"wrap": Net}),
-    "offloaded": Both("16-mixed", Blocks, PINS | CLIP, {"wrap": Net, "cpu_offload": True}),
-}
 WAYS: dict[str, Both] = {
     "Direct": Both("16-mixed", Direct, PINS | CLIP),
-    "Twice": Both("bf16-mixed", Twice),
     "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
-    "Attends": Both("32-true", Attends, {"pins": {"norm*": "fp32"}, **CLIP}, {"wrap": "TransformerEncoderLayer"}),
-}
-#: what is compiled: its class, whether it was checkpointed by then, and whether sharded
-COMPILED: dict[str, tuple[Compiled, tuple[str, bool, bool]]] = {
-    "both": (Compiled({**PINS, "checkpointing": "Net"}), ("Net", True, False)),
 }
 HALF = {"bf16-true": "bfloat16", "16-true": "float16"}
 DTYPES: dict[str, Dtypes] = {
     "bf16": Dtypes("bf16-mixed", {"reduce_dtype": "bf16"}),
     "true": Dtypes("bf16-true", PINS),
 }
-NORMS = {"pins": {"*norm*": "fp32"}}
-MODELS: dict[str, Transformers] = {
-    "llama": Transformers("llama", "16-mixed", NORMS),
-    "tied llama": Transformers("tied llama", "32-true", NORMS | CLIP),
-    "gpt2": Transformers("gpt2", "bf16-mixed", {"pins": {"ln_*": "fp32"}}),
-}
-#: models that keep some of their weights in fp32, by a part of the names of these
-KEPT: dict[str, tuple[Transformers, str]] = {
-    "t5": (Transformers("t5", "16-true", {}, optimizer="sgd"), ".wo."),
-    "ernie": (Transformers("ernie", "bf16-true", {}, optimizer="sgd"), ".mlp.gate."),
-}
-SHARED_UNITS = ["model.transformer.h.0", "model.transformer.h.1"]
 F32, BF16 = torch.float32, torch.bfloat16
 #: a user's own sharding: mode, the dtypes of net and norm, its MixedPrecisionPolicy; and what is said, if anything
 USERS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -131,35 +91,6 @@ def _within(case: Any) -> float:
     return of_training(case.mode, RATE) if by_norm or getattr(case.module, "func", case.module) is not Ranked else 0.0
 
 
-# ------------------------------------------------------------------ the step
-
-
-@pytest.mark.parametrize("case", RANKED)
-def test_steps_norms_skips_scales_and_schedules_are_ddps(ranks: Ranks, case: str) -> None:
-    """And one rank's overflow is everybody's skip."""
-    both = RANKED[case]
-    made = both.module()
-    for result in _equal(ranks, both, _within(both)):
-        batches = 8 // both.options.get("accumulate_grad_batches", 1)
-        assert result["sharded"]["counts"] == (batches - len(made.bad), len(made.bad))
-        assert any(map(math.isfinite, result["sharded"]["norms"])) == (both.options.get("gradient_clip_val") == 0.5)
-        if made.make_scheduler:
-            assert result["sharded"]["lrs"][2] == result["sharded"]["lrs"][3]
-
-
-@pytest.mark.parametrize("case", BLOCKS)
-def test_checkpointing_and_offload_change_no_number(ranks: Ranks, case: str) -> None:
-    _equal(ranks, BLOCKS[case], _within(BLOCKS[case]))
-
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_blocks_are_compiled_after_checkpointing_and_before_sharding(ranks: Ranks, case: str) -> None:
-    compiled, order = COMPILED[case]
-    for result in _equal(ranks, compiled, of_training("bf16-mixed", RATE)):
-        assert result["order"] == [order] * 2
-        assert result["graphs"] > 0  # torch falls back to eager without a word
-
-
 @pytest.mark.parametrize("case", DTYPES)
 def test_what_is_stored_gathered_and_reduced_is_what_the_plan_says(ranks: Ranks, case: str) -> None:
     said = DTYPES[case]
@@ -173,54 +104,16 @@ def test_what_is_stored_gathered_and_reduced_is_what_the_plan_says(ranks: Ranks,
         assert result["reduced"] == {reduced}
 
 
-@pytest.mark.parametrize(("mode", "how"), [("bf16-mixed", "batch"), ("16-mixed", "gradient"), ("16-mixed", "loss")])
-def test_the_error_names_the_guilty_rank_and_module_on_every_rank(ranks: Ranks, mode: str, how: str) -> None:
-    rule = "raise" if how == "loss" else NonFinite(max_consecutive=2)
-    options = {**PINS, "loss_scaling": LossScaling.static(64.0)}
-    one, other = ranks.run(Stopped(mode, how, rule, options=options))
-    assert one == other
-    assert (one["rank"], one["step"]) == (BAD_RANK, 2 if how == "loss" else 4)
-    assert one["module"] == {"batch": "net.0"}.get(how, "net.3")
-
-
 # ------------------------------------------------------------------ how users write it
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_are_written_as_for_ddp(ranks: Ranks, way: str) -> None:
-    """Own parameters, ``self(x)``, weights read in the step, frozen parts, attention, an optimizer's own closure."""
+    """Own parameters, ``self(x)``, shapes of weights read in the step, frozen parts."""
     _equal(ranks, WAYS[way], _within(WAYS[way]))
 
 
-@pytest.mark.parametrize("how", ["predict", "new plan", "same trainer"])
-def test_a_module_runs_more_than_once(ranks: Ranks, how: str) -> None:
-    for result in _equal(ranks, Again(how), 0.0):
-        assert len(result["sharded"]["validated"]) >= 16
-        assert len(result["sharded"]["predicted"]) == 64
-
-
 # ------------------------------------------------------------------ models
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_transformers_models_are_cut_at_their_blocks(ranks: Ranks, case: str) -> None:
-    model = MODELS[case]
-    for result in _equal(ranks, model, of_training(model.mode, RATE)):
-        blocks = [name for name in result["units"] if name.endswith((".0", ".1"))]
-        assert blocks == (SHARED_UNITS if model.kind == "gpt2" else ["model.model.layers.0", "model.model.layers.1"])
-        assert len(result["units"]) == 2  # fp32 pins are gathered in fp32 within the block's
-
-
-@pytest.mark.parametrize("case", KEPT)
-def test_what_a_model_keeps_in_fp32_is_sharded_in_fp32(ranks: Ranks, case: str) -> None:
-    model, part = KEPT[case]
-    rounding = eps(model.mode)
-    for result in _equal(ranks, model, 16 * rounding):  # a loss of size 4, off by four roundings
-        weights, other = result["sharded"]["weights"], result["ddp"]["weights"]
-        for name, weight in weights.items():  # each of eight steps rounds what is stored
-            torch.testing.assert_close(weight, other[name], rtol=0, atol=8 * rounding * weight.abs().max().item())
-        assert {name for name, weight in weights.items() if weight.dtype == F32} == {n for n in weights if part in n}
-        assert any(part in f"{name}." for name in result["units"])
 
 
 @pytest.mark.parametrize(("where", "layer"), [("init_module", "net"), ("configure_model", "tied")])

@@ -41,7 +41,9 @@ TOLD = {
 }
 #: the others move a module to the device, or from it, before or after the plan is asked, which fails for this one
 TAKE_META = ("fsdp1", "fsdp2", "hsdp", "pipeline")
-CASES = [(host, differs) for host in HOSTS for differs in TOLD if differs != "the meta device" or host in TAKE_META]
+CASES = [*(("ddp", differs) for differs in TOLD if differs != "the meta device")]
+CASES += [(host, differs) for host in HOSTS if host != "ddp" for differs in ("precision", "a layer")]
+CASES += [(host, "the meta device") for host in TAKE_META]
 
 
 def plan(differs: str) -> MixedPrecisionPlan:

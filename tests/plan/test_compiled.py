@@ -17,7 +17,6 @@ from support.running import trainer
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's tracing asks
-PINS = {"Linear": "fp32"}
 
 
 class Large(LightningModule):
@@ -50,46 +49,19 @@ class Large(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-13)
 
 
-def _parts(module: Large, **how: Any) -> Large:
-    module.net = torch.compile(module.net, **how)  # type: ignore[assignment]
-    return module
-
-
-WAYS: dict[str, Any] = {
-    "torch.compile(module)": torch.compile,
-    "module.compile()": lambda module, **how: module.compile(**how) or module,
-    "part.compile()": lambda module, **how: module.net.compile(**how) or module,
-    "torch.compile(part)": _parts,
-}
-
-
-def _gradients(way: str | None, how: dict[str, Any], run: str = "fit") -> list[Tensor]:
+def _gradients(compiles: bool, how: str, run: str) -> list[Tensor]:
     torch._dynamo.reset()
-    module = Large()
-    compiled = module if way is None else WAYS[way](module, backend="aot_eager")
-    runner = trainer(inference_mode=False, **how)
-    getattr(runner, run)(compiled, batches())
+    module, pins = Large(), {"Linear": "fp32"}
+    if compiles:
+        module.net.compile(backend="aot_eager")
+    stock = {"precision": "bf16-mixed", "callbacks": [DtypePinning(pins)]}
+    options = {"plugins": [plan_for("bf16-mixed", pins=pins)]} if how == "plan" else stock
+    getattr(trainer(inference_mode=False, **options), run)(module, batches())
     return module.gradients
-
-
-def _plan(mode: str) -> dict[str, Any]:
-    return {"plugins": [plan_for(mode, pins=PINS)]}
-
-
-@pytest.mark.parametrize("mode", ["16-mixed", "bf16-mixed"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_pin_holds_in_a_compiled_backward(way: str, mode: str) -> None:
-    eager, compiled = _gradients(None, _plan(mode)), _gradients(way, _plan(mode))
-    assert len(compiled) == 8 * 4
-    assert all(map(torch.equal, eager, compiled))
-    assert all(gradient.isfinite().all() for gradient in compiled)
 
 
 @pytest.mark.parametrize(("how", "run"), [("plan", "test"), ("DtypePinning", "fit")])
 def test_it_holds_in_evaluation_and_with_stock_plugins(how: str, run: str) -> None:
-    def given() -> dict[str, Any]:
-        return _plan("bf16-mixed") if how == "plan" else {"precision": "bf16-mixed", "callbacks": [DtypePinning(PINS)]}
-
-    eager, compiled = (_gradients(way, given(), run=run) for way in (None, "part.compile()"))
+    eager, compiled = (_gradients(compiles, how, run) for compiles in (False, True))
     assert len(compiled) == 8 * 4
     assert all(map(torch.equal, eager, compiled))

@@ -12,54 +12,15 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import LossScaling, NonFinite
-from support.models import same_weights, weights
-from support.nonfinite import without
-from support.oracles import MODES, plan_for
+from lightning_mp import LossScaling
+from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
-from support.sharded import BAD_RANK, Ranked, Stopped, ddp, refused
-from support.traces import Trace
+from support.sharded import Ranked, ddp, refused
 
 pytestmark = pytest.mark.gloo
 
-#: on both sides of a comparison, so that fp16 rounds the same with and without a skipped step
-STATIC = LossScaling.static(64.0)
 BF16_LEAST, FP16_LEAST = 2.0**-133, 2.0**-24  # half of either is zero in its own dtype
-
-
-@dataclass(frozen=True)
-class Overflow:
-    """One rank overflows; next to it a run that never had those batches."""
-
-    mode: str
-    bad: tuple[int, ...]
-
-    def run(self) -> dict[str, Any]:
-        trace, module, clean = Trace(), Ranked(self.bad), Ranked()
-        fit(module, plugins=[plan_for(self.mode, STATIC)], callbacks=[trace], **ddp())
-        fit(clean, plugins=[plan_for(self.mode, STATIC)], data=without(*self.bad), **ddp())
-        return {"skipped": trace.skipped, "weights": weights(module), "clean": weights(clean), "start": trace.start}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_rank_overflowing_alone_makes_both_skip(ranks: Ranks, mode: str) -> None:
-    """And the weights stay equal on both, and equal to those of a run without that step."""
-    bad = (0, 5)
-    one, other = ranks.run(Overflow(mode, bad))
-    assert one["skipped"] == other["skipped"] == [step in bad for step in range(8)]
-    assert same_weights(one["weights"], other["weights"])
-    assert same_weights(one["weights"], one["clean"])
-    assert not same_weights(one["weights"], one["start"])
-
-
-@pytest.mark.parametrize(("mode", "how"), [("bf16-mixed", "gradient"), ("16-mixed", "loss"), ("32-true", "batch")])
-def test_the_error_names_the_guilty_rank_on_every_rank(ranks: Ranks, mode: str, how: str) -> None:
-    """Gradients are summed, so all ranks see infinities; the one named is the one whose own were bad."""
-    one, other = ranks.run(Stopped(mode, how, NonFinite(max_consecutive=3), ddp, {"loss_scaling": STATIC}))
-    assert one == other
-    assert (one["rank"], one["step"]) == (BAD_RANK, 5)  # three skips from step 2 on are allowed
-    assert one["module"] == {"gradient": "net.3", "loss": "net.3", "batch": "net.0"}[how]
 
 
 class Constant(LightningModule):

@@ -66,23 +66,15 @@ def test_training_multiplies_in_fp8_and_nothing_else_does(recipe: str, each: int
     assert module.losses == pytest.approx(plain["bf16"].losses, rel=0.05)
 
 
-@every_recipe
-@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("recipe", "how"), [("rowwise", "full"), ("rowwise_gw_hp", "full"), ("tensorwise", "selective")]
+)
 def test_checkpointing_changes_no_bit(recipe: str, how: Any, plain: dict[str, Language]) -> None:
     with products() as made:
         module = run(Language(), plan(recipe, Checkpointing(modules="Block", mode=how)))
     assert same(module, plain[recipe])
     again = CONVERTED if how == "full" else 0  # each forward's product once more, or what it gave was kept
     assert len(made) == (CONVERTED * (2 if recipe == "rowwise_gw_hp" else 3) + again) * 8
-
-
-@pytest.mark.parametrize("recipe", ["rowwise"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_model_computes_the_same(recipe: str, plain: dict[str, Language]) -> None:
-    torch._dynamo.reset()  # what other tests compiled counts against the limit of one function's graphs
-    module = run(Language(compiled="aot_eager"), plan(recipe), validate=True)
-    assert same(module, plain[recipe])
-    assert torch.equal(module.logits, plain[recipe].logits)
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -138,7 +130,7 @@ def _saved(folder: Path, plugin: Any) -> tuple[Language, Path]:
     return module, folder / "8.ckpt"
 
 
-@pytest.mark.parametrize(("first", "then"), [("fp8", "fp8"), ("fp8", "bf16"), ("bf16", "fp8")])
+@pytest.mark.parametrize(("first", "then"), [("fp8", "fp8"), ("bf16", "fp8")])
 def test_a_run_resumes_under_the_other_precision(first: str, then: str, tmp_path: Path) -> None:
     plans = {"fp8": plan, "bf16": lambda: MixedPrecisionPlan("bf16-mixed")}
     saved, path = _saved(tmp_path, plans[first]())

@@ -150,17 +150,6 @@ def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
     assert report.ok, report
 
 
-def _under(layer: str, strategy: str) -> list[float]:
-    plan = MixedPrecisionPlan("bf16-mixed")
-    return same(layer, "bf16-mixed", False, plugins=[plan], strategy=strategy, use_distributed_sampler=False)
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(("layer", "strategy"), [("Linear4bit", "mp_ddp"), ("FP8Linear", "mp_fsdp2")])
-def test_under_other_strategies(layer: str, strategy: str) -> None:
-    assert in_a_process(_under, layer, strategy) == same(layer, "bf16-mixed", True)
-
-
 def _pinned_twice() -> None:
     model = Adapted(_fp8_linear)
     before = model.quantized()

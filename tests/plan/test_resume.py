@@ -34,20 +34,6 @@ def _resume(path: Path, plan: Any, bad: tuple[int, ...] = (), **options: Any) ->
     return module, trace
 
 
-@pytest.mark.parametrize("at", [2, 8])
-@every_mode
-def test_the_continuation_is_the_uninterrupted_run(mode: str, at: int, tmp_path: Path) -> None:
-    bad = (0, 1, 4, 9, 10)
-    whole, trace = _save(tmp_path, plan_for(mode), at, bad=bad)
-    plan = plan_for(mode)
-    resumed, rest = _resume(tmp_path / f"{at}.ckpt", plan, bad)
-    assert resumed.losses == whole.losses[at:]
-    assert rest.scales == trace.scales[at:]
-    assert rest.skipped == trace.skipped[at:]
-    assert same_weights(rest.weights[-1], trace.weights[-1])
-    assert (plan.applied_steps, plan.skipped_steps) == (11, 5)
-
-
 @every_mode
 def test_the_checkpoint_is_plain_and_under_the_plans_name(mode: str, tmp_path: Path) -> None:
     plan = plan_for(mode, pins={"net.1": "fp32"}, nonfinite=NonFinite(max_consecutive=7))

@@ -31,8 +31,8 @@ static = LossScaling.static(256.0)  # the same scale with and without the bad st
 
 #: torch's fused SGD (2.13, CPU) does not train half parameters at all, and is left out of the true modes
 REPEATABLE = [
-    *((mode, optimizer) for mode in ("32-true", "16-mixed") for optimizer in OPTIMIZERS),
-    *((mode, optimizer) for mode in ("bf16-mixed", "bf16-true", "16-true") for optimizer in ("adamw", "adamw-fused")),
+    *(("16-mixed", optimizer) for optimizer in OPTIMIZERS),
+    *((mode, "adamw-fused") for mode in MODES if mode != "16-mixed"),
 ]
 
 
@@ -42,27 +42,10 @@ def _without(*bad: int) -> Any:
     return DataLoader(Subset(batches().dataset, rows), batch_size=8)
 
 
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize(("mode", "optimizer"), REPEATABLE)
-def test_nothing_changes_on_it(mode: str, optimizer: str, at: int) -> None:
-    """Not a parameter, not a moment, not a step count: DESIGN section 4, item 7."""
-    trace = Trace()
-    fit(Regression(OPTIMIZERS[optimizer], overflow_at=(at,)), plugins=[plan_for(mode)], callbacks=[trace])
-    before = trace.weights[at - 1] if at else trace.start
-    assert same_weights(before, trace.weights[at])
-    if at:
-        assert equal_states(trace.states[at - 1], trace.states[at])
-    else:  # a fused optimizer may have made its state by now; it has to be fresh
-        assert all(not state.any() for state in trace.states[at])
-    assert trace.skipped == [step == at for step in range(STEPS)]
-    others = [step for step in range(1, STEPS) if step != at]
-    assert not any(same_weights(trace.weights[step - 1], trace.weights[step]) for step in others)
-
-
 @pytest.mark.parametrize("bad", [(0, 1), (2, STEPS - 1)])
 @pytest.mark.parametrize(("mode", "optimizer"), REPEATABLE)
 def test_the_run_equals_one_without_it(mode: str, optimizer: str, bad: tuple[int, ...]) -> None:
-    """Complaint 6 (PL 21928): in bf16 and fp32 too, a non-finite step is left out."""
+    """Weights and all optimizer state. Complaint 6 (PL 21928): in bf16 and fp32 too, a non-finite step is left out."""
     skipping, clean, here, there = (
         Regression(OPTIMIZERS[optimizer], overflow_at=bad),
         Regression(OPTIMIZERS[optimizer]),

@@ -27,6 +27,7 @@ ONE_PROCESS = {
 }
 FINETUNING = "Finetuning callback does not support running with the DeepSpeed strategy"
 EMA = ["ema", "ema_resumed"]
+CHANGES = "frozen or unfrozen in a run with ZeRO"
 WRITTEN = "written to between steps with ZeRO-3"
 #: as it is stored, and as it is gathered in half precision
 ELSEWHERE = "used in the step outside of the unit that holds it", "something reads it outside a matmul"
@@ -34,6 +35,7 @@ OTHER_UNITS = "with sharded weights, which all ranks gather"
 OTHER_GRADIENTS = "on some ranks only, or in another order, with ZeRO"
 #: of what ranks do differently, what is seen by the gradients alone
 APART = ["a_unit_is_used_on_one_rank", "ranks_run_units_in_opposite_orders"]
+ONE_RANK_MIDWAY = ["one_rank_freezes_in_the_midst_of_a_window", "one_rank_unfreezes_in_the_midst_of_a_window"]
 MIDWAY = ["freezes_in_the_midst_of_a_window", "unfreezes_in_the_midst_of_a_window"]
 HEADS_APART = ["a_head_a_rank", "a_head_a_rank_of_other_sizes"]
 ZERO = {
@@ -41,21 +43,23 @@ ZERO = {
     "pruning": "ModelPruning with ZeRO",
     "swa": "SWA does not currently support sharded models",
     **dict.fromkeys((*EMA, "lr_finder"), "with ZeRO, whose weights and schedule"),
-    "two_optimizers": "only supports single optimizer",
+    **dict.fromkeys([name for name in FEATURE if name.startswith("two_optimizers")], "only supports single optimizer"),
     "accumulates_on_a_schedule": "does not support `accumulate_grad_batches` changing",
     "clips_in_a_hook": IN_HOOKS,
     "changes_before_the_step": READS,
     "poisons_before_the_step": READS,
+    "manual_poisons_after_backward": READS,
     "logs_grad_norm": READS,
     "clips_by_value": "gradient_clip_algorithm='value' with ZeRO",
     **dict.fromkeys(["a_layer_is_never_used", "heads_by_turns"], NO_GRADIENT),
-    **dict.fromkeys(["freezes_by_hand", "unfreezes_by_hand", *MIDWAY], "frozen or unfrozen in a run with ZeRO"),
+    **dict.fromkeys(["freezes_by_hand", "unfreezes_by_hand", *MIDWAY], CHANGES),
     "backbone_finetuning": FINETUNING,
     "optimizer_step_calls_the_raw_optimizer": "called on the optimizer inside of Lightning's",
     "manual_bare_backward": "loss.backward() with ZeRO",
     "manual_accumulation": "two manual_backward() before a step with ZeRO",
 }
-ZERO_12 = {**ZERO, **dict.fromkeys([*APART, *HEADS_APART, "a_layer_is_used_on_one_rank"], OTHER_GRADIENTS)}
+ON_ONE_RANK = [*APART, *HEADS_APART, *ONE_RANK_MIDWAY, "a_layer_is_used_on_one_rank"]
+ZERO_12 = {**ZERO, **dict.fromkeys(ON_ONE_RANK, OTHER_GRADIENTS), ONE_RANK_MIDWAY[1]: CHANGES}
 #: of stages that step a parameter with what an earlier pass, or window, left
 LEFT_OVER = {"heads_by_turns_in_a_window": NO_GRADIENT}
 FSDP2 = {
@@ -76,7 +80,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "deepspeed_zero3": {
         **ZERO,
         **LEFT_OVER,
-        **dict.fromkeys([*APART, *HEADS_APART, "a_layer_is_used_on_one_rank"], OTHER_UNITS),
+        **dict.fromkeys(ON_ONE_RANK, OTHER_UNITS),
         "all_weights_in_the_loss": ELSEWHERE,
         "clamps_weights_after_the_step": WRITTEN,
         "saved_after_validation": "trainer.save_checkpoint() after trainer.validate()",
@@ -88,7 +92,7 @@ MODES = ("32-true", "bf16-mixed", "16-mixed")
 WINDOWS = (1, 2)
 VARIANTS = [(mode, window) for window in WINDOWS for mode in MODES]
 #: within a window ZeRO-3 has taken weights away again: a rank waits for another's gather, as with DeepSpeed alone
-WAITS = ("deepspeed_zero3", 2, [*HEADS_APART, "a_layer_is_used_on_one_rank"])
+WAITS = ("deepspeed_zero3", 2, [*HEADS_APART, *ONE_RANK_MIDWAY, "a_layer_is_used_on_one_rank"])
 
 
 def cells() -> Iterator[Any]:

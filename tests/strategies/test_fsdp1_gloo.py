@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +15,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from lightning_mp import LossScaling, NonFinite, PlanError
+from lightning_mp import PlanError
 from lightning_mp.strategies.fsdp1 import PlanFSDP1Strategy
-from support import hf
 from support.comparing import of_training, same_runs
-from support.fsdp2_ways import Again
 from support.manual import Manual
 from support.models import same_weights
-from support.oracles import CALM_SCALE, MODES, SCALED, plan_for
+from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
-from support.saving import ResumableBatches, SaveAt
-from support.sharded import BAD_RANK, PINS, RATE, Both, Language, Ranked, RefusedWay, Stopped, ddp, fsdp1, trained
+from support.sharded import PINS, RATE, Both, Ranked, RefusedWay, fsdp1
 
 pytestmark = pytest.mark.gloo
 
@@ -60,35 +55,14 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "root only": {"wrap": None},
     "cpu offload": {"cpu_offload": True},
 }
-LLAMA = {"data": hf.token_batches(8), "checkpointing": "LlamaDecoderLayer"}
 #: what is DDP's but for the order of sums
 NEAR: dict[str, Both] = {
     **{name: _both("16-mixed", OVERFLOWS, CLIP, **strategy) for name, strategy in SHARDINGS.items()},
-    **{f"norm {mode}": _both(mode, options=CLIP) for mode in MODES},
     "value": _both("bf16-mixed", options=BY_VALUE),
     "accumulate": _both("bf16-mixed", options={"accumulate_grad_batches": 2}),
-    "groups": _both("bf16-mixed", partial(Even, optimizer="groups")),
     "frozen": _both("bf16-mixed", Frozen, CLIP),
     "no part of a parameter": _both("16-mixed", partial(Ranked, bad=(0,))),
-    "llama": _both("bf16-true", partial(Language, "llama"), LLAMA, wrap=None),
 }
-
-
-@pytest.mark.parametrize(("mode", "optimizer"), [*((mode, "fused") for mode in MODES), ("16-mixed", "momentum")])
-def test_weights_are_those_of_ddp_bit_for_bit(ranks: Ranks, mode: str, optimizer: str) -> None:
-    """And one rank's overflow is everybody's skip."""
-    one, other = ranks.run(_both(mode, partial(OVERFLOWS, optimizer=optimizer)))
-    for result in (one, other):
-        ours, expected = result["sharded"], result["ddp"]
-        assert ours["skipped"] == [step == BAD_STEP for step in range(8)]
-        assert ours["counts"] == (7, 1)
-        assert ours["losses"] == expected["losses"]
-        assert ours["lrs"] == expected["lrs"]
-        assert ours["lrs"][BAD_STEP] == ours["lrs"][BAD_STEP + 1]
-        halved = [CALM_SCALE] * BAD_STEP + [CALM_SCALE / 2] * (8 - BAD_STEP)
-        assert ours["scales"] == (halved if mode in SCALED else [])
-        assert same_weights(ours["weights"], expected["weights"])
-    assert same_weights(one["sharded"]["weights"], other["sharded"]["weights"])
 
 
 @pytest.mark.parametrize("case", NEAR)
@@ -99,64 +73,6 @@ def test_options_optimizers_and_models_mean_what_they_mean_under_ddp(ranks: Rank
         by_norm = NEAR[case].options.get("gradient_clip_val") == 0.5
         assert any(map(math.isfinite, result["sharded"]["norms"])) == by_norm
     assert same_weights(one["sharded"]["weights"], other["sharded"]["weights"])
-
-
-# ------------------------------------------------------------------ dtypes and starts
-
-
-# ------------------------------------------------------------------ checkpoints and several runs
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One host saves after step 4 and runs to the end; then each host goes on from what was saved."""
-
-    folder: Path
-    saver: str
-    optimizer: str
-
-    def run(self) -> dict[str, Any]:
-        hosts: dict[str, Callable[[], Any]] = {"ddp": ddp, "fsdp1": fsdp1}
-        scaling = LossScaling(init_scale=32.0, hysteresis=2, growth_interval=5)
-
-        def run(host: str, bad: tuple[int, ...] = (), **options: Any) -> dict[str, Any]:
-            options |= {"loss_scaling": scaling, "data": ResumableBatches()}
-            return trained("16-mixed", hosts[host](), Even(bad, self.optimizer), **options)
-
-        save = SaveAt(self.folder / f"{self.saver} {self.optimizer}", 4)
-        runs = {"to the end": run(self.saver, (1,), callbacks=[save])}
-        path = save.folder / "4.ckpt"
-        for host in hosts:
-            runs[host] = run(host, ckpt_path=path)
-        return {"runs": runs, "notes": torch.load(path, weights_only=False).get("lightning_mp")}
-
-
-@pytest.mark.parametrize("how", [("fsdp1", "groups"), ("ddp", "groups"), ("fsdp1", "sgd")], ids=" ".join)
-def test_a_run_goes_on_from_its_checkpoint_under_either_strategy(
-    ranks: Ranks, tmp_path: Path, how: tuple[str, str]
-) -> None:
-    for result in ranks.run(Saved(tmp_path, *how)):
-        runs = result["runs"]
-        for name in runs:
-            assert runs[name]["counts"] == (7, 1)
-            assert runs[name]["scales"][-4:] == runs["to the end"]["scales"][-4:]
-            assert same_weights(runs[name]["weights"], runs["to the end"]["weights"]), name
-        if how[0] == "fsdp1":
-            assert result["notes"]["strategy"] == "PlanFSDP1Strategy"
-            assert set(result["notes"]["dtypes"]) == {"net.0.weight", "net.1.weight", "net.1.bias", "net.3.weight"}
-
-
-def test_a_fitted_module_is_evaluated(ranks: Ranks) -> None:
-    for result in ranks.run(Again("once", "fsdp1", even=True, pins=())):
-        assert result["sharded"]["losses"] == result["ddp"]["losses"]
-        assert same_weights(result["sharded"]["weights"], result["ddp"]["weights"])
-
-
-def test_the_error_names_rank_and_module(ranks: Ranks) -> None:
-    one, other = ranks.run(Stopped("bf16-mixed", "batch", NonFinite(max_consecutive=2), fsdp1))
-    assert one == other
-    assert (one["rank"], one["step"], one["module"]) == (BAD_RANK, 4, "net.0")
-    assert "_fsdp" not in one["message"]
 
 
 # ------------------------------------------------------------------ refusals

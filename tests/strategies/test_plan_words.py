@@ -36,8 +36,13 @@ def _plan_of(**given: Any) -> MixedPrecisionPlan:
 
 
 @pytest.mark.filterwarnings(ON_A_CPU, NO_CUDA, "ignore:.*for historical reasons")
-@pytest.mark.parametrize("word", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", 16, "bf16", None])
-@every_name
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        *(("ddp", word) for word in ("32-true", "bf16-mixed", "bf16-true", "16-true", 16, "bf16", None)),
+        *((name, "16-mixed") for name in STRATEGIES),
+    ],
+)
 def test_lightnings_word_is_the_plan(name: str, word: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         plan = _plan_of(strategy=f"mp_{name}", **({} if word is None else {"precision": word}))

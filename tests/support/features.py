@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -69,10 +70,10 @@ class Net(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.middle(self.backbone(x)))
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any, **options: Any) -> Tensor:
         """Each half by itself, also on one device: half-precision products round as they do on two ranks."""
         halves = range(2) if self.trainer.world_size == 1 else [self.global_rank]
-        return torch.stack([self.half(batch, part) for part in halves]).mean()
+        return torch.stack([self.half(batch, part, **options) for part in halves]).mean()
 
     def half(self, batch: Any, part: int) -> Tensor:
         x, y = (tensor.chunk(2)[part] for tensor in batch)
@@ -256,20 +257,26 @@ class Wide(Net):
 
 
 class Switches(Net):
-    """Its backbone is frozen or trained from the fifth batch on."""
+    """A part of it, its backbone, is frozen or trained from the fifth batch on."""
 
-    unfreezes = True
+    unfreezes, part = True, "backbone"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.backbone.requires_grad_(not self.unfreezes)
+        getattr(self, self.part).requires_grad_(not self.unfreezes)
 
     def configure_optimizers(self) -> Any:
         return self.make_optimizer(self.parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
-            self.backbone.requires_grad_(self.unfreezes)
+            getattr(self, self.part).requires_grad_(self.unfreezes)
+
+
+class OneRankSwitches(OneRank, Switches):
+    """What is frozen or trained is what one of two ranks leaves out."""
+
+    make_optimizer, part = staticmethod(plain), "middle"
 
 
 class Heads(Net):
@@ -328,9 +335,9 @@ class Normed(Net):
 
 
 class Manual(Net):
-    """``backward`` is torch's own, or Lightning's; a step is made every ``window`` batches."""
+    """``backward`` is torch's own, or Lightning's; a step is made every ``window`` batches, once of a bad gradient."""
 
-    bare, window = False, 1
+    bare, window, poisons = False, 1, False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -341,12 +348,56 @@ class Manual(Net):
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         loss = self.loss(batch) / self.window
         loss.backward() if self.bare else self.manual_backward(loss)
+        if self.poisons and batch_idx == 2:
+            found = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            if self.global_rank == self.trainer.world_size - 1:
+                torch._foreach_mul_(found, float("inf"))
         if (batch_idx + 1) % self.window == 0:
             if len(optimizers) == 1 and not self.bare:
                 self.clip_gradients(optimizers[0], gradient_clip_val=0.05, gradient_clip_algorithm="norm")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+class Adversaries(Net):
+    """A GAN: each net is toggled for a loss of its own; ``ahead``, both forward passes come first."""
+
+    ahead = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def half(self, batch: Any, part: int, judged: bool = False) -> Tensor:
+        made = self.middle(self.backbone(batch[0].chunk(2)[part]))
+        return (self.head(made.detach() if judged else made).float() - float(judged)).pow(2).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = [self.loss(batch, judged=judged) for judged in (False, True)] if self.ahead else []
+        for judged, optimizer in zip((False, True), self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(losses[judged] if losses else self.loss(batch, judged=judged))
+            self.untoggle_optimizer(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()  # after the step: what the other loss left behind is stepped on
+
+    def configure_optimizers(self) -> Any:
+        maker = [*self.backbone.parameters(), *self.middle.parameters()]
+        return [plain(maker), plain(self.head.parameters())]
+
+
+class FailsOnce(Net):
+    """Its third backward pass ends in an error, once."""
+
+    healed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and not self.healed:
+            self.healed = True
+            loss.register_hook(lambda gradient: {}["planned"])
+        return loss
 
 
 class Two(Manual):
@@ -433,6 +484,13 @@ def a_head_that_sums_in_fp32(host: Host) -> dict[str, Any]:
     return replace(host, pins=[Pin("head", half, accumulate="fp32")]).fit(Wide())
 
 
+def fit_after_a_failure(host: Host) -> dict[str, Any]:
+    module = FailsOnce()
+    with suppress(KeyError):
+        host.trainer().fit(module, data())
+    return host.fit(module)
+
+
 def early_stopping(host: Host) -> dict[str, Any]:
     stop = callbacks.EarlyStopping("val_loss", min_delta=1e3, patience=1)
     module, trainer = Net(), host.trainer(callbacks=[stop], max_epochs=6)
@@ -484,6 +542,12 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
         accumulate_grad_batches=3,
     ),
     "unfreezes_in_the_midst_of_a_window": _fits(partial(Switches, make_optimizer=plain), accumulate_grad_batches=3),
+    "one_rank_freezes_in_the_midst_of_a_window": _fits(
+        partial(OneRankSwitches, unfreezes=False), strategy_options=MAY_BE_UNUSED, accumulate_grad_batches=3
+    ),
+    "one_rank_unfreezes_in_the_midst_of_a_window": _fits(
+        OneRankSwitches, strategy_options=MAY_BE_UNUSED, accumulate_grad_batches=3
+    ),
     "heads_by_turns": _fits(Heads, strategy_options=MAY_BE_UNUSED),
     "heads_by_turns_in_a_window": _fits(Heads, strategy_options=MAY_BE_UNUSED, accumulate_grad_batches=2),
     "a_head_a_rank": _fits(partial(Heads, used=_own_head), strategy_options=MAY_BE_UNUSED),
@@ -495,7 +559,12 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "manual_optimization": _fits(Manual),
     "manual_accumulation": _fits(partial(Manual, window=2)),
     "manual_bare_backward": _fits(partial(Manual, bare=True)),
+    "manual_poisons_after_backward": _fits(partial(Manual, poisons=True)),
     "two_optimizers": _fits(Two),
+    "two_optimizers_of_a_gan": _fits(Adversaries, strategy_options=MAY_BE_UNUSED),
+    "two_optimizers_of_a_gan_after_both_forwards": _fits(
+        partial(Adversaries, ahead=True), strategy_options=MAY_BE_UNUSED
+    ),
     "an_optimizer_of_some_parameters": _fits(_some),
     "resumed_with_fused": lambda host: host.resume(partial(adamw, fused=True)),
     "resumed_with_other_hyperparameters": lambda host: host.resume(partial(adamw, lr=5e-3, weight_decay=0.5)),
@@ -516,6 +585,7 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "batch_norm_evaluated": batch_norm_evaluated,
     "fit_twice": fit_twice,
     "a_head_that_sums_in_fp32": a_head_that_sums_in_fp32,
+    "fit_after_a_failure": fit_after_a_failure,
     "early_stopping": early_stopping,
 }
 

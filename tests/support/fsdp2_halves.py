@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -191,11 +190,7 @@ KINDS = {"wrap": Kinds}
 HEAD = {"pins": {"net.2": "fp32"}}
 EQUAL: dict[str, Any] = {
     "bf16": Both("bf16-mixed", Many, {}, KINDS),
-    "16 with skips, checkpointed": Both("16-mixed", partial(Many, bad=(2, 5)), {"checkpointing": "Kinds"}, KINDS),
     "weights asked for no value": Both("bf16-mixed", AskingMany, {}, KINDS),
     "pinned linears": Both("bf16-mixed", Many, {"pins": {"down": "fp32", "net.2": "bf16"}}, KINDS),
     "a penalty on a pinned weight": Both("16-mixed", Penalised, HEAD, KINDS),
-    "offloaded": Both("16-mixed", Many, {}, {**KINDS, "cpu_offload": True}),
-    "replicas": Both("16-mixed", Many, {}, {**KINDS, "device_mesh": (2, 1)}),
-    "all in the root": Both("bf16-mixed", Many, {}, {"wrap": None}),
 }

@@ -12,16 +12,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import LBFGS
 
-from lightning_mp.modules.patterns import original_class
 from support import hf
 from support.collectives import recorded
 from support.models import FEATURES, batches
 from support.oracles import plan_for
 from support.running import fit, trainer
-from support.sharded import PINS, WAIT, Both, Language, Ranked, RefusedWay, fsdp2, rank, refused, trained, whole, world
+from support.sharded import PINS, WAIT, Language, Ranked, RefusedWay, fsdp2, rank, refused, trained, whole, world
 
 
 class Net(nn.Module):
@@ -35,74 +34,49 @@ class Net(nn.Module):
         return x + self.down(self.norm(self.up(x)).relu())
 
 
-class Blocks(Ranked):
-    """Two blocks and a head; ``net`` in their place."""
-
-    def __init__(self, optimizer: str = "fused", bad: tuple[int, ...] = ()) -> None:
-        super().__init__(bad, optimizer)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net = nn.Sequential(Net(), Net(), nn.Linear(FEATURES, 1))
+# ------------------------------------------------------------------ how users write them
 
 
-# ------------------------------------------------------------------ how models are cut and compiled
+class Direct(Ranked):
+    """The module holds a parameter itself, uses it in the step, and calls ``self(x)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, 5))
+        self.offset = nn.Parameter(torch.zeros(()).view(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.gain.mean()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        out = self(x * self.factor()) + self.offset
+        again = self(x[:2]).mean()
+        return (out.float() - y).pow(2).mean() + self.gain.pow(2).sum() + again.pow(2)
 
 
-def units_of(module: nn.Module) -> list[str]:
-    """The names of the shard units below ``module``."""
-    return [name for name, part in module.named_modules() if name and isinstance(part, FSDPModule)]
+class Shapes(Ranked):
+    """Takes the shape, dtype or device of another unit's weight, and no value, in training and validation."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        weight = next(self.net.parameters())
+        start = weight.new_zeros(len(x), weight.shape[1]).float() + weight.new_ones(1)
+        x = torch.where(x > 0, torch.cat([x, torch.zeros_like(weight)])[: len(x)] + x, start).to(weight)
+        return super().loss((x.type_as(weight), y)) + torch.full_like(weight[0], 0.5).dot(x[0].float())
 
 
-@dataclass(frozen=True)
-class Transformers:
-    """A transformers model under DDP and FSDP2; how it was cut."""
+class Parts(Ranked):
+    """Never calls the net itself: only what it holds, reads weights, and only some get gradients."""
 
-    kind: str
-    mode: str
-    options: dict[str, Any]
-    strategy: dict[str, Any] = field(default_factory=dict)
-    optimizer: str = "groups"
-
-    def run(self) -> dict[str, Any]:
-        made: list[Language] = []
-
-        def make() -> Language:
-            made.append(Language(self.kind))
-            made[-1].optimizer = self.optimizer
-            return made[-1]
-
-        options = {"data": hf.token_batches(), **self.options}
-        found = Both(self.mode, make, options, {"wrap": None, **self.strategy}).run()
-        return {**found, "units": units_of(made[-1])}
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.net[1](self.net[0](x * self.factor())).relu()
+        penalty = self.net[3].weight.float().pow(2).sum()
+        return (hidden.float().sum(1, keepdim=True) - y).pow(2).mean() + penalty
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Compiled blocks; what was compiled, whether that was checkpointed and sharded by then, and how many graphs."""
-
-    options: dict[str, Any]
-
-    def run(self) -> dict[str, Any]:
-        graphs: list[Any] = []
-        order: list[tuple[str, bool, bool]] = []
-        compile_ = nn.Module.compile
-
-        def backend(graph: Any, _inputs: Any) -> Any:
-            graphs.append(graph)
-            return graph.forward
-
-        def noting(module: nn.Module) -> None:
-            checkpointed = "_lmp_checkpoint" in module.__dict__
-            order.append((original_class(module).__name__, checkpointed, isinstance(module, FSDPModule)))
-            compile_(module, backend=backend)
-
-        nn.Module.compile = noting
-        try:
-            found = Both("bf16-mixed", Blocks, self.options, {"wrap": Net, "compile": True}).run()
-        finally:
-            nn.Module.compile = compile_
-            torch._dynamo.reset()
-        return {**found, "order": order, "graphs": len(graphs)}
+# ------------------------------------------------------------------ several runs
 
 
 # ------------------------------------------------------------------ the meta device

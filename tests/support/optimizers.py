@@ -39,19 +39,6 @@ class Around(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-class EvaluatesTwice(torch.optim.SGD):
-    """Steps by the gradient found a little way along the first one, as an optimizer that a user writes may."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        with torch.no_grad():
-            for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
-                parameter.add_(parameter.grad, alpha=0.01)
-        closure()
-        super().step()
-        return loss
-
-
 def partly_fused(parameters: Any) -> AdamW:
     """A group that is fused and one that is not."""
     first, *others = list(parameters)

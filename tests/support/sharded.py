@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_mp import NonFiniteError, PlanError
+from lightning_mp import PlanError
 from lightning_mp.modules.patterns import plain_name
 from support import hf
 from support.models import FEATURES, InfiniteGradient, Regression
@@ -145,23 +145,6 @@ class Ranked(Regression):
         return self.net(batch[0])
 
 
-class Sick(Ranked):
-    """From step 2 on rank ``BAD_RANK`` has a batch, a gradient (of the last layer) or a loss that is not finite."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def loss(self, batch: Any) -> Tensor:
-        guilty = self.global_rank == BAD_RANK and self.trainer.global_step >= 2
-        x, y = batch
-        hidden = self.net[1](self.net[0](x * float("nan") if guilty and self.how == "batch" else x)).relu()
-        if guilty and self.how == "gradient":
-            hidden = InfiniteGradient.apply(hidden)
-        loss = (self.net[3](hidden).float() - y).pow(2).mean()
-        return loss * float("nan") if guilty and self.how == "loss" else loss
-
-
 class Language(LightningModule):
     """A tiny transformers model; each rank has its own rows."""
 
@@ -272,24 +255,6 @@ class Both:
             "ddp": trained(self.mode, ddp(**unused), self.module(), **self.options),
             "sharded": trained(self.mode, HOSTS[self.host](**self.strategy), self.module(), **self.options),
         }
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The error that each rank's run ends with, where rank ``BAD_RANK`` is :class:`Sick`."""
-
-    mode: str
-    how: str
-    nonfinite: Any
-    host: Callable[..., dict[str, Any]] = fsdp2
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def run(self) -> dict[str, Any]:
-        try:
-            trained(self.mode, self.host(), Sick(self.how), nonfinite=self.nonfinite, **self.options)
-        except NonFiniteError as error:
-            return {"rank": error.rank, "step": error.step, "module": error.module, "message": str(error)}
-        return {}
 
 
 @dataclass(frozen=True)
