@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gloo
 
 #: which file of a checkpoint, of those that rank 0 opens to write, it does not come to the end of
 FILES = {"fsdp2": 2, "zero2": 2, "zero3": 1}
+EACH = ["fsdp2", *(pytest.param(host, marks=pytest.mark.slow) for host in ("zero2", "zero3"))]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Killer:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("host", FILES)
+@pytest.mark.parametrize("host", EACH)
 def test_what_was_there_is_still_there(host: str, ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     ranks.run(Save(host, 2, str(path)))
@@ -71,7 +72,7 @@ def test_what_was_there_is_still_there(host: str, ranks: Ranks, tmp_path: Path) 
     assert same(before["optimizer_states"], after["optimizer_states"])
 
 
-@pytest.mark.parametrize("host", FILES)
+@pytest.mark.parametrize("host", EACH)
 def test_it_is_replaced_once_all_of_it_is_written(host: str, ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     ranks.run(Save(host, 2, str(path)))

@@ -29,7 +29,7 @@ MACHINES = {
 RECIPES = get_args(get_type_hints(FP8)["recipe"])
 #: products in FP8 need compute capability 8.9; on ROCm their format is another one, and they are refused
 WITH_FP8 = ("8.9", "9.0", "10.0", "12.0")
-OFTEN = ("7.0", "gfx942")
+OFTEN = ("7.0",)
 SHORT = Fit(steps=1)
 
 

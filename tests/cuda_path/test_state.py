@@ -29,7 +29,7 @@ RUNS = {
 }
 
 
-OFTEN = ("tf32", "no tf32", "bf16-mixed, pins, checkpointing", "EnableTF32", "fsdp2")
+OFTEN = ("tf32", "bf16-mixed, pins, checkpointing", "fsdp2")
 
 
 def _state() -> dict[str, Any]:

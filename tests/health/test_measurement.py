@@ -14,15 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp import LossScaling
 from lightning_mp.health import measurement
 from lightning_mp.health.measurement import (
-    LAG,
     Layout,
-    Sent,
     Shard,
     SquareSums,
     ToHost,
@@ -31,14 +27,11 @@ from lightning_mp.health.measurement import (
 )
 from lightning_mp.health.scale_sources import (
     DeepSpeedSource,
-    PlanSource,
     ScaleSource,
     SkipCount,
     StockSource,
 )
 from lightning_mp.health.throughput import CountFlops
-from lightning_mp.numerics.loss_scale import LossScaler
-from support.counting import Asked
 from support.language import LENGTH, VOCABULARY, WIDTH, gpt2
 from support.loops import OPTIMIZERS, backward, net
 
@@ -147,20 +140,6 @@ def test_a_scale_of_zero_cannot_fall_and_skips_all_the_same() -> None:
     assert followed(StockSource(scaler, CPU), scaler, "SGD", [True] * 4)[-1] == (4, 4)
 
 
-@settings(max_examples=10)
-@given(trace=traces)
-def test_the_plans_scaler_and_its_counts(trace: list[bool]) -> None:
-    scaler = LossScaler(LossScaling.megatron(initial_scale=2.0**10, growth_interval=3, hysteresis=2))
-    source = PlanSource(scaler)
-    assert followed(source, scaler, "AdamW", trace) == expected(trace)
-    scale, state = source.scale(), scaler.state_dict()
-    assert scale is not None
-    assert float(scale.scale) == state["scale"]
-    assert scale.hysteresis is not None
-    assert int(scale.hysteresis) == state["hysteresis_left"]
-    assert scale.floor == scaler.config.floor
-
-
 class Engine:
     """A ``DeepSpeedEngine`` as far as it is asked, around DeepSpeed's own scaler."""
 
@@ -254,87 +233,3 @@ def test_a_language_model_costs_six_a_weight_and_token_and_its_attention(attenti
         model(input_ids=ids, labels=ids).loss.backward()
 
     assert flops_of(run) == 6 * matrices * tokens + products
-
-
-class Event:
-    """One of CUDA's, as far as it is asked."""
-
-    def __init__(self, arrived: bool) -> None:
-        self.arrived, self.waited = arrived, False
-
-    def query(self) -> bool:
-        return self.arrived
-
-    def synchronize(self) -> None:
-        self.waited = True
-
-
-def test_only_cuda_whose_event_is_awaited_copies_without_waiting() -> None:
-    """MPS could be read before the numbers are there; a CPU stands for any other device."""
-    waits: list[bool] = []
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default:
-                waits.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
-            return func(*args, **(kwargs or {}))
-
-    with Copies():
-        assert ToHost(CPU).read({"loss": torch.tensor(2.0)}) == {"loss": 2.0}
-    assert waits == [True]
-
-
-class Slow(ToHost):
-    """A device that has arrived at some steps."""
-
-    def __init__(self, arrived: list[bool], ranks: int = 1) -> None:
-        super().__init__(CPU, ranks)
-        self.events = [Event(each) for each in arrived]
-        self._coming = iter(self.events)
-
-    def _start(self, *args: Any) -> Sent:
-        sent = super()._start(*args)
-        sent.event = next(self._coming)
-        return sent
-
-
-def looked_at(to_host: ToHost, steps: int, *, end: bool = True) -> list[list[float | None]]:
-    """Of each step, the steps whose numbers came; behind them those of the end."""
-    found: list[list[float | None]] = []
-    for step in range(steps):
-        found.append([])
-        to_host.send({"step": torch.tensor(float(step))}, then=lambda read: found[-1].append(read["step"]))
-        to_host.deliver()
-    if end:
-        found.append([])
-        to_host.deliver(wait=True)
-    return found
-
-
-def test_without_an_event_everything_is_there_at_once() -> None:
-    assert looked_at(ToHost(CPU, ranks=2), 3) == [[0], [1], [2], []]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_late_is_waited_for_after_three_steps_and_the_rest_at_the_end(ranks: int) -> None:
-    to_host = Slow([False] * 6, ranks)
-    assert looked_at(to_host, 6) == [[], [], [], [0], [1], [2], [3, 4, 5]]
-    assert all(event.waited for event in to_host.events)
-    assert LAG == 3
-
-
-def test_every_kind_of_value_and_no_question_to_a_tensor() -> None:
-    """Buffers are used again, one that is read has room for the next."""
-    found: list[Any] = []
-    to_host = ToHost(CPU)
-    values = {"device": torch.tensor(2.0), "half": torch.tensor(3.0).half(), "host": 7, "missing": None}
-    values["table"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    to_host.read({"first": torch.tensor(1.0)})
-    with Asked() as asked:
-        for _ in range(3):
-            to_host.send(values, then=found.append)
-            to_host.deliver()
-    assert asked.count == 0
-    assert len(to_host._free) == 1
-    expected = {"device": 2.0, "half": 3.0, "host": 7.0, "missing": None, "table": [[1.0, 2.0], [3.0, 4.0]]}
-    assert found == [expected] * 3

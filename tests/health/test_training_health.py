@@ -21,7 +21,6 @@ from lightning_mp.health import loss_scale_monitor, measurement, throughput
 from lightning_mp.health.throughput import default_tokens, samples_in
 from lightning_mp.record import metric_names, run_log
 from support import health
-from support.counting import Counts
 from support.language import LENGTH, Language, gpt2, tokens
 from support.manual import Pair
 from support.models import Regression, batches
@@ -256,27 +255,6 @@ def test_validation_in_between_is_not_the_loops_time(tmp_path: Path, monkeypatch
 
 
 # ---------------------------------------------------------------------- what it costs
-
-
-class Quiet(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(("host", "mode"), [("plan", "16-mixed"), ("stock", "16-mixed"), ("stock", "32-true")])
-def test_every_step_is_measured_and_no_tensor_is_asked(host: str, mode: str, every: int, tmp_path: Path) -> None:
-    """But for the first, in which the memory is made to which numbers are copied from then on."""
-    plain, mine, scale = Counts(), Counts(), LossScaleMonitor(every)
-    fit(Quiet(FUSED), callbacks=[plain], **host_of(host, mode))
-    callbacks = [scale, mine]
-    health_of = watched(
-        tmp_path, Quiet(FUSED), monitor={"every_n_steps": every}, callbacks=callbacks, **host_of(host, mode)
-    )
-    extra = [ours - theirs for ours, theirs in zip(mine.counts, plain.counts, strict=True)]
-    assert extra[1:] == [0] * 7
-    for rows in (health_of.rows, scale.rows if mode == "16-mixed" else health_of.rows):
-        assert [row[metric_names.STEP] for row in rows] == list(range(0, 8, every))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

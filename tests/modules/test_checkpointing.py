@@ -238,17 +238,6 @@ def test_pins_inside_and_around_a_checkpointed_module_hold(pinned_first: bool) -
     assert products(root, X, autocast=bf16) == [fp32, bf16, fp32, fp32], "the pins stay when checkpointing goes"
 
 
-def test_a_checkpointed_module_compiles() -> None:
-    root = Net(after=with_tanh_at_the_end)
-    checkpoint(root)
-    compiled = torch.compile(root, backend="aot_eager", fullgraph=True)
-    expected = gradients(root)
-    root.zero_grad()
-    compiled(X).pow(2).sum().backward()
-    for name, parameter in root.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name])
-
-
 # ---------------------------------------------------------------------- bad input
 
 

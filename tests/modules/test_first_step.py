@@ -144,17 +144,6 @@ def test_what_ordinary_models_do_runs(what: str, mode: str) -> None:
     assert first_step(Net(forward, inner=make(), head=linear()), {"inner": "fp32"}, mode).isfinite().all()
 
 
-def test_a_compiled_model_is_compiled_as_without() -> None:
-    torch.compiler.reset()
-    root = pin(Net(lambda self, x: self.head(self.inner(x)), inner=linear(), head=linear()), {"inner": "fp32"})
-    root.compile(backend="aot_eager", fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        with watched(root, resolve(root, {"inner": "fp32"}), "bf16"):
-            first = root(X)
-        with torch.compiler.set_stance("fail_on_recompile"):
-            assert torch.equal(root(X), first)
-
-
 PAST_ITS_PIN: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
     "a tied table": (lambda self, x: F.linear(x, self.inner.weight), lambda: nn.Embedding(WIDTH, WIDTH)),
     "a layer of one's own": (lambda self, x: x @ self.inner.weight, Shared),

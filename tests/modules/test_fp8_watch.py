@@ -115,8 +115,9 @@ CHECKPOINTING = {"full": "Block", "selective": {"modules": "Block", "mode": "sel
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing asks
-@pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("checkpointing", [None, *CHECKPOINTING])
+@pytest.mark.parametrize(
+    ("checkpointing", "compiled"), [*((how, None) for how in CHECKPOINTING), (None, "eager"), ("full", "aot_eager")]
+)
 def test_checkpointing_and_compile_see_the_same(
     checkpointing: str | None, compiled: str | None, tmp_path: Path
 ) -> None:

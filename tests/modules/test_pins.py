@@ -358,16 +358,6 @@ def test_a_copy_is_pinned_as_the_original(travel: Callable[[nn.Module], nn.Modul
     assert torch.equal(copied(x.half()), root(x.half()))
 
 
-def test_a_pinned_model_compiles_into_one_graph() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    root = pin(plain, {"1": "fp32", "2": "fp32"})
-    compiled = torch.compile(root, backend="eager", fullgraph=True)
-    with autocast():
-        expected, out = root(X), compiled(X)
-    assert out.dtype == FP32
-    assert torch.equal(out, expected)
-
-
 def test_pinning_again_is_pinning_once() -> None:
     root = pin(Net(), {"head": "fp32"})
     once = type(root.head)

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.grads import clip_grad_norm_, step_unless, unscale_and_check_
-from support.loops import FUSED, INF, OPTIMIZERS, net
+from support.loops import INF, OPTIMIZERS, net
 from support.models import same_weights, weights
 
 pytestmark = pytest.mark.older_cpu
 
 NAN = float("nan")
-
-
-def parameter(gradient: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    made = nn.Parameter(torch.zeros(3, dtype=dtype))
-    made.grad = gradient
-    return made
 
 
 def random_gradients(seed: int, *dtypes: torch.dtype, factor: float = 1.0) -> list[Tensor]:
@@ -97,51 +88,6 @@ def test_the_norm_over_mixed_dtypes_is_that_of_the_same_numbers_in_fp64(dtypes: 
         torch.testing.assert_close(member.grad.double(), gradient / exact, rtol=1e-2, atol=1e-6)
 
 
-class Calls(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _calls(each: int, dtypes: tuple[torch.dtype, ...], held: str, run: str) -> int:
-    """How many operators a check, a norm and its clipping take; parameters on ``held``, the norm on ``run``."""
-    members = [nn.Parameter(torch.ones(3, dtype=dtype, device=held)) for dtype in dtypes for _ in range(each)]
-    for parameter in members:
-        parameter.grad = torch.full_like(parameter, 2)
-    one, flag = torch.ones((), device=run), torch.zeros((), device=run)
-    with Calls() as calls:
-        total = grads.global_norm(members, torch.device(run))
-        if held == run:  # from meta nothing can be copied
-            grads.clip_to_(members, 1.0, total)
-            for scaled in (True, False):
-                unscale_and_check_(grads.gradients(members), one, flag, scaled=scaled)
-    if run == "cpu":
-        norm = torch.cat([parameter.grad.float() for parameter in members if parameter.grad is not None]).norm()
-        assert norm.item() == pytest.approx(1, rel=2.0**-8)
-    return calls.count
-
-
-@pytest.mark.parametrize("dtypes", [(SINGLE,), (HALF,), (BRAIN,), (SINGLE, HALF, BRAIN)], ids=str)
-@pytest.mark.parametrize(("held", "run"), [("cpu", "cpu"), ("meta", "meta"), ("cpu", "meta")])
-def test_a_check_a_norm_and_its_clipping_take_as_many_operators_for_60_parameters_as_for_6(
-    held: str, run: str, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Meta stands for any device but a CPU; a norm on another device than the parameters is an offload's."""
-    few, many = (_calls(each, dtypes, held, run) for each in (2, 20))
-    assert few == many
-
-
-@pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
-def test_a_check_takes_at_most_6_operators_on_any_device(dtype: torch.dtype) -> None:
-    members = [torch.ones(3, dtype=dtype, device="meta") for _ in range(300)]
-    one, flag = torch.ones((), device="meta"), torch.zeros((), device="meta")
-    with Calls() as calls:
-        unscale_and_check_(members, one, flag, scaled=False)
-    assert calls.count <= 6
-
-
 def test_a_norm_beyond_fp16_of_fp16_gradients_is_finite_and_clips_to_what_was_asked() -> None:
     members = random_gradients(5, HALF, HALF, factor=15_000.0)
     exact = torch.cat([member.grad.double().flatten() for member in members]).norm()
@@ -168,32 +114,6 @@ def test_a_step_is_the_optimizers_own_or_none_at_all(name: str) -> None:
         if not held:
             stock.step()
         assert same_weights(weights(ours), weights(theirs))
-
-
-@pytest.mark.parametrize(
-    ("make", "reads"),
-    [
-        (FUSED["AdamW"], [0, 0]),
-        (FUSED["SGD"], [0, 0]),
-        (FUSED["SGD with momentum"], [1, 0]),
-        (OPTIMIZERS["AdamW, for-loop"], [1, 1]),
-    ],
-    ids=["fused", "no momentum", "no momentum yet", "not fused"],
-)
-def test_the_host_is_asked_only_where_the_device_cannot_decide(make: Callable[..., Any], reads: list[int]) -> None:
-    model, asked = net(), []
-    optimizer = make(model.parameters())
-    for _ in reads:
-        for member in model.parameters():
-            member.grad = torch.ones_like(member)
-        asked.append(0)
-
-        def read(flag: Tensor) -> bool:
-            asked[-1] += 1
-            return bool(flag.item())
-
-        step_unless(optimizer, torch.zeros(()), read)
-    assert asked == reads
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "SGD"])

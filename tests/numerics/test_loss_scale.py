@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_mp import LossScaling
 from lightning_mp.numerics.loss_scale import LossScaleState, adjust, init
-from support.counting import HostReads
 from support.scales import FP32_MAX, backoffs, growths, scales, scalings, traces
 
 quick = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -38,7 +37,6 @@ def run(config: LossScaling, trace: str | list[bool], device: str | None = None)
 
 THREE_QUARTERS = 3 * 2.0**126  # of fp32's range
 LARGEST = 2.0**127  # the largest power of two in fp32
-HALVED_ONCE = [LARGEST, LARGEST / 2, LARGEST]
 
 TABLE: list[tuple[str, LossScaling, str, list[float]]] = [
     ("grows after growth_interval", LossScaling(init_scale=8, growth_interval=2), "....", [8, 16, 16, 32]),
@@ -132,30 +130,6 @@ def test_the_scale_stays_between_its_bounds(config: LossScaling, trace: list[boo
         assert config.floor <= state.scale.item() <= ceiling
         assert 1 <= state.hysteresis_left <= config.hysteresis
         assert -config.growth_delay <= state.growth_tracker < config.growth_interval
-
-
-@pytest.mark.parametrize("found", [True, False])
-@pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
-@pytest.mark.parametrize(
-    "form",
-    [bool, torch.tensor, lambda flag: torch.tensor(float(flag)), lambda flag: torch.tensor([float(flag)])],
-    ids=["bool", "bool tensor", "0/1 float tensor", "0/1 float tensor of one element"],
-)
-def test_the_flag_may_be_a_bool_or_a_tensor(form: Callable[[bool], Any], device: str | None, found: bool) -> None:
-    config = LossScaling(init_scale=8, growth_interval=1)
-    expected = (4.0, 0, 1, False) if found else (16.0, 0, 1, False)
-    assert numbers(adjust(config, init(config, device), form(found))) == expected
-
-
-@quick
-@given(config=scalings(), trace=st.lists(st.booleans(), max_size=5))
-def test_tensors_are_adjusted_without_a_host_read(config: LossScaling, trace: list[bool]) -> None:
-    state = init(config, "cpu")
-    flags = [torch.tensor(float(found)) for found in trace]
-    with HostReads() as reads:
-        for flag in flags:
-            state = adjust(config, state, flag)
-    assert reads.count == 0
 
 
 # ---------------------------------------------------------------------- torch

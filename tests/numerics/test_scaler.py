@@ -53,24 +53,6 @@ def test_training_is_that_of_torchs_scaler(name: str, power: int, interval: int,
     assert same_state(optimizer, stock_optimizer)
 
 
-@pytest.mark.parametrize("ours_first", [True, False], ids=["ours, then torch's", "torch's, then ours"])
-@pytest.mark.parametrize("trace", [[], [False], [False, True, False, False]], ids=["unused", "clean", "overflow"])
-def test_a_checkpoint_passes_between_the_two(ours_first: bool, trace: list[bool]) -> None:
-    def make(ours: bool) -> GradScaler:
-        options = {"init_scale": 2.0**10, "growth_interval": 3}
-        return LossScaler(LossScaling.torch(**options)) if ours else GradScaler("cpu", **options)
-
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before, after, straight = make(ours_first), make(not ours_first), make(True)
-    train(model, optimizer, before, trace)
-    after.load_state_dict(before.state_dict())
-    assert after.get_scale() == before.get_scale()
-    rest = [False, False, True, False]
-    train(model, optimizer, straight, trace)
-    assert train(model, optimizer, after, rest) == train(model, optimizer, straight, rest)
-
-
 MISUSE: dict[str, Callable[[GradScaler, Optimizer], object]] = {
     "unscale_ twice": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.unscale_(optimizer)),
     "step twice": lambda scaler, optimizer: (scaler.step(optimizer), scaler.step(optimizer)),
@@ -163,22 +145,6 @@ def test_a_half_loss_is_scaled_in_fp32(dtype: torch.dtype) -> None:
     assert scaled.requires_grad
 
 
-def test_fp16_gradients_are_taken() -> None:
-    reference, model = net(), net(torch.float16)
-    scaler = LossScaler(LossScaling(init_scale=2.0**8))
-    backward(model, scaler, 0, overflow=False)
-    backward(reference, LossScaler(LossScaling(init_scale=1)), 0, overflow=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.unscale_(optimizer)
-    for half, full in zip(model.parameters(), reference.parameters(), strict=True):
-        assert half.grad.dtype == torch.float16
-        torch.testing.assert_close(half.grad.float(), full.grad, rtol=2e-2, atol=1e-4)
-    stock = GradScaler("cpu")
-    stock.scale(torch.ones(()))
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        stock.unscale_(optimizer)
-
-
 @pytest.mark.parametrize("bad", [False, True])
 def test_sparse_gradients_are_unscaled_after_their_repeated_entries_are_added_up(bad: bool) -> None:
     table = nn.Embedding(5, 2, sparse=True)
@@ -207,20 +173,6 @@ def test_complex_gradients_are_unscaled(bad: bool) -> None:
 
 
 # ---------------------------------------------------------------------- the order of the calls
-
-
-def test_several_optimizers_share_one_update() -> None:
-    first, second, scaler = net(), net(), LossScaler(LossScaling(init_scale=8, growth_interval=2))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
-    before = weights(first)
-    for model, overflow in ((first, True), (second, False)):
-        backward(model, scaler, 0, overflow)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert same_weights(weights(first), before), "the one that overflowed is held back"
-    assert not same_weights(weights(second), before), "the other steps"
-    assert scaler.get_scale() == 4, "and the scale backs off once"
 
 
 def test_the_flag_is_reduced_once_for_each_optimizer() -> None:

@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from support.models import Regression, same_weights
-from support.oracles import CALM_SCALE, MODES, plan_for
+from support.oracles import CALM_SCALE, plan_for
 from support.running import fit
 from support.traces import Trace
 
 pytestmark = pytest.mark.older_cpu
-
-every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class Watched(Regression):
@@ -73,7 +71,7 @@ class Declines(Regression):
         ((6, 7), 3, 2),
     ],
 )
-@every_mode
+@pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
 def test_a_training_step_that_returns_none_is_neither_applied_nor_skipped(
     mode: str, declined: tuple[int, ...], accumulate: int, applied: int
 ) -> None:

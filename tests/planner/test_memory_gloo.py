@@ -10,19 +10,16 @@ from support.ranks import Ranks
 #: of the peak, and of what is held
 WITHIN, EXACT = 0.1, 0.02
 MIXED = next(cell for cell in SHARDED_CELLS if cell.precision == "bf16-mixed")
-SLOW = pytest.mark.slow
 
 
 def _measured(ranks: Ranks, name: str, cell: Cell) -> tuple[int, dict[str, int]]:
     return min(ranks.run(OfRank(cell, name)), key=lambda answer: answer[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [
-        pytest.param(name, MIXED, marks=() if name == "`fsdp2`" else SLOW, id=name)
-        for name in ("`ddp`", "`fsdp2`", "`hsdp`")
-    ],
+    [pytest.param(name, MIXED, id=name) for name in ("`ddp`", "`fsdp2`", "`hsdp`")],
 )
 def test_a_rank_takes_and_holds_what_was_predicted(ranks: Ranks, name: str, cell: Cell) -> None:
     peak, held = _measured(ranks, name, cell)

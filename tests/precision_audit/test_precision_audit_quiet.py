@@ -18,8 +18,6 @@ from support.language import Language, gpt2, llama, tokens
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit
 
-every_mode = pytest.mark.parametrize("mode", MODES)
-
 #: model, norms to pin, blocks to recompute
 LANGUAGE: dict[str, tuple[Callable[..., Any], dict[str, str], str]] = {
     "llama": (llama, {"*norm*": "fp32", "lm_head": "fp32"}, "LlamaDecoderLayer"),
@@ -38,8 +36,10 @@ def _audited(module: LightningModule, folder: Path, data: Any = None, **precisio
     return callback
 
 
-@every_mode
-@pytest.mark.parametrize(("recomputed", "pinned"), [("", False), ("full", True), ("selective", True)])
+@pytest.mark.parametrize(
+    ("recomputed", "pinned", "mode"),
+    [*(("full", True, mode) for mode in MODES), ("", False, "bf16-mixed"), ("selective", True, "16-mixed")],
+)
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_language_models(name: str, recomputed: str, pinned: bool, mode: str, tmp_path: Path) -> None:
     make, pins, blocks = LANGUAGE[name]
