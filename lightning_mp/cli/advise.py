@@ -104,8 +104,8 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
                 faults.raise_if_any()
             trainer, rows = dict(regime.trainer), rows_of(batch)
             devices = _count(trainer.get("devices"), faults) * (trainer.get("num_nodes") or 1)
-            written: Any = config.get("strategy") or "auto"
-            name = str(written if isinstance(written, str) else written.get("name", written.get("_target_", "auto")))
+            written = config.get("strategy") or {}
+            name = str(written.get("name", written.get("_target_", "auto")))
             given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
             how: dict[str, Any] = {"devices": devices, "trainer_args": given}
             progress("tracing two steps without memory ...")

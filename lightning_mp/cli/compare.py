@@ -69,8 +69,7 @@ def _compared(
     check_numbers(asked["seeds"], _STEPS if asked["steps"] is None else asked["steps"], asked["margin"], faults)
     # what refers to the plan is given one of the compared
     replaced: dict[str, Any] = {"plan": {"precision": "bf16-mixed"}, "callbacks": None}
-    with composed(arguments, "compare", faults, config_dirs, **replaced) as (job,):
-        config = job.config
+    with composed(arguments, "compare", faults, config_dirs, **replaced) as (config, _):
         if config.get("ckpt_path"):
             faults.add("ckpt_path: compared runs begin with the module's own weights", fix="have the module load them")
         trainer = parts.trainer_arguments(config, faults)
@@ -78,14 +77,13 @@ def _compared(
         folder = asked["out"] or Path(config["run_dir"])
         longest = trainer.pop("max_steps", None) or 0
         steps = asked["steps"] or (longest if longest > 0 else _STEPS)
-        strategy = config.get("strategy") or "auto"
         with parts.running(folder, faults):
             found = compare(
                 lambda: cast("Any", _made(lambda faults: parts.model(config, faults))),
                 lambda: _made(lambda faults: parts.data(config, faults)),
                 plans,
                 **{**asked, "steps": steps, "out": folder},
-                strategy=lambda plan: _made(lambda faults: parts.strategy_of(strategy, plan, faults)),
+                strategy=lambda plan: _made(lambda faults: parts.strategy_of(config.get("strategy"), plan, faults)),
                 say=typer.echo,
                 **{name: value for name, value in trainer.items() if name not in OWN},
             )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import os
 import pydoc
 import re
 import sys
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, one_line
 from lightning_mp.policy import precision_word
-from lightning_mp.policy.load import Places
+from lightning_mp.policy.load import HYDRA_KEYS, Places
 from lightning_mp.policy.precision_policy import precision_fix
 from lightning_mp.policy.presets import PRESETS
 
@@ -26,42 +26,22 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-#: the sections of a training file, and which file of its group a section comes from that the user's file lacks
-SECTIONS: Mapping[str, str | None] = {
-    "plan": None,
-    "model": None,
-    "data": None,
-    "strategy": "auto",
-    "trainer": "default",
-    "callbacks": "default",
-}
-#: settings of the run next to its sections
-SETTINGS: Mapping[str, Any] = {"seed": 0, "ckpt_path": None, "run_dir": None}
+#: the package's groups, and the config that chooses from each
+GROUPS, ROOT = Path(str(files("lightning_mp.configs"))), "lightning_mp"
+_PRIMARY = "lightning_mp_command"
+#: what a file or the command line has to say, and how
+_SAID = {"plan": "plan=bf16", "model": "model=llama_tiny", "data": "data=library_text"}
+SECTIONS = (*_SAID, "strategy", "trainer", "callbacks")
+#: how keys begin that are in every config, or may be
+_KEYS = (*(f"{section}." for section in SECTIONS), "seed", "ckpt_path", "run_dir")
+#: the field that a section of one word gives
+_FIELD = {"plan": "precision", "strategy": "name"}
 #: Trainer arguments, and where they are set instead
 _ELSEWHERE = {"callbacks": "callbacks", "precision": "plan.precision", "strategy": "strategy"}
-#: Hydra's groups for what the command itself decides: where a run writes, and what logs
-_RUN_GROUPS: dict[str, str | None] = {
-    "hydra/output": None,
-    "hydra/job_logging": "none",
-    "hydra/hydra_logging": "none",
-}
-_STORED = "lightning_mp_train"
-_NEEDED = {"model": "model=llama_tiny", "plan": "plan=bf16"}
+#: the command logs by itself, and has its own folder for a run that names none
+_HYDRAS_PART = ("~hydra/output", "hydra/job_logging=none", "hydra/hydra_logging=none")
 #: how the processes that a run starts know its folder
 RUN_DIR = "LIGHTNING_MP_RUN_DIR"
-
-
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """A config as plain, resolved values, where its keys were written, and the arguments that it comes from."""
-
-    #: without the sections that have a fault
-    config: dict[str, Any]
-    places: Places
-    file: Path | None
-    arguments: list[str]
-    #: those that a sweep chose
-    swept: list[str]
 
 
 @contextmanager
@@ -71,76 +51,50 @@ def composed(
     faults: Faults,
     config_dirs: Sequence[Path] = (),
     *,
-    multirun: bool = False,
-    needed: Collection[str] = tuple(_NEEDED),
+    needed: Collection[str] = ("model", "plan"),
     **replaced: Any,
-) -> Generator[list[Composed]]:
-    """The configs that the arguments describe (one without a sweep), while the project's own modules can be imported.
+) -> Generator[tuple[dict[str, Any], Places]]:
+    """The config that the arguments describe, and where its keys were written; a project's modules can be imported.
 
-    A choice of a group on the command line replaces a section that the file writes out. ``run_dir`` of each is set;
-    ``replaced`` are sections to put in place of what was composed. Of a sweep the first run's faults are noted.
+    It is of plain, resolved values, without the sections that have a fault. ``run_dir`` is set, and ``replaced`` are
+    sections to put in place of what was composed.
 
     Raises:
         PlanError: no such file, or arguments that Hydra cannot compose; with what was noted in ``faults`` before.
         MissingExtraError: Hydra is not installed.
     """
-    try:
-        from hydra import initialize_config_dir
-    except ImportError as error:
-        raise MissingExtraError("hydra-core", "hydra", "composing a config") from error
-
     if not arguments and command != "train":
         faults.add(f"{command} without a run", fix=f"write lightning-mp {command} run.yaml")
         faults.raise_if_any()
     path, overrides = _split(arguments)
-    root = path or Path(str(files("lightning_mp.configs"))) / "train.yaml"
-    # first: else this package's groups would hide the user's of the same name
-    first = config_dirs[0] if path is None and config_dirs else root.parent
-    experiment = next((text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")), "")
-    name = _file_name(experiment or root.stem) if command == "train" else command
-    default, places = Path(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"), Places()
+    experiment = next((text.partition("=")[2] for text in overrides if text.startswith("experiment=")), "train")
+    stem, places = experiment if path is None else path.stem, Places()
+    home = Path(f"runs/{file_name(stem if command == 'train' else command)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    # searched first: else this package's groups would hide the user's of the same name
+    folders = [*([] if path is None else [path.parent]), *config_dirs, GROUPS]
     with _importable(path):
-        runs: list[tuple[DictConfig, Path, list[str], list[str]]] = []
-        with _hydra_errors(faults, path):
-            written = _mapping(root, faults)
-            if path is not None:
-                places.add(path)
-            with initialize_config_dir(str(first.resolve()), job_name=root.stem, version_base="1.3"):
-                for parsed, swept in _runs(overrides, multirun=multirun):
-                    chosen = {one.key_or_group for one in parsed if not isinstance(one.value(), dict)}
-                    given = [text for one in parsed for text in _hydra_arguments(one, written)]
-                    whole = _compose(_primary_config(written, config_dirs, chosen), given)
-                    home = _folder(whole, default)
-                    runs.append((whole, home / _file_name(",".join(swept)) if swept else home, given, swept))
-                    for one in parsed:
-                        places[one.key_or_group] = "on the command line"
-        noted = itertools.chain([faults], itertools.repeat(Faults()))
-        resolved = (_resolved(whole, home, replaced, needed, next(noted)) for whole, home, *_ in runs)
-        yield [Composed(config, places, path, *run[2:]) for config, run in zip(resolved, runs, strict=True)]
+        with _hydra(folders[0], stem):
+            with _hydra_errors(faults, path):
+                written = None if path is None else _mapping(path, places, faults)
+                whole = _composed(stem, written, _parsed(overrides), folders)
+                whole["run_dir"] = str(_folder(whole, home))
+            places.update((each.key_or_group, "on the command line") for each in _parsed(overrides))
+            whole.update(replaced)
+            config = _checked(whole, needed, faults)
+        yield config, places  # Lightning starts other processes in another way where Hydra is on
 
 
-@contextmanager
-def _hydra_errors(faults: Faults, path: Path | None) -> Generator[None]:
-    """Turn what Hydra, OmegaConf or PyYAML raise into one fault, in their words."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        yield
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        said = one_line(error.__cause__ if isinstance(error.__cause__, HydraException) else error)
-        said = said.partition(" Config search path:")[0].replace(_STORED, path.name if path else "train.yaml")
-        missing = re.search(r"Could not find '(\w+)/([^']*)' Available options in '\S+': (.*)", said)
-        fix = "+key=value adds a key, and a value with commas, braces or spaces wants quotes"
-        if missing is not None:
-            group, option, known = missing.groups()
-            other = "choose one of these, or check --config-dir"
-            names = known.split()
-            fix = precision_fix(option, (), names) if group == "plan" else did_you_mean(option, names, other)
-        where = "" if path is None or path.name in said else f"{path.name}: "
-        faults.add(f"the config does not compose: {where}{said}", fix=fix)
-        faults.raise_if_any()
+def sweep(arguments: Sequence[str], faults: Faults) -> tuple[list[str], list[list[str]]]:
+    """What all runs of a sweep are given, and what each one is."""
+    path, overrides = _split(arguments)
+    with _hydra(GROUPS, "sweep"), _hydra_errors(faults, path):
+        swept = [each for each in _parsed(overrides) if each.is_sweep_override()]
+        choices = [
+            [f"{str(each.input_line).partition('=')[0]}={value}" for value in each.sweep_string_iterator()]
+            for each in swept
+        ]
+    lines = [each.input_line for each in swept]
+    return [text for text in arguments if text not in lines], [list(chosen) for chosen in itertools.product(*choices)]
 
 
 def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -152,273 +106,278 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     return None, list(arguments)
 
 
+def file_name(text: str) -> str:
+    """``text`` without what a file's name should not have."""
+    return re.sub(r"[^\w=,.+-]", "_", text)[:120]
+
+
 @contextmanager
 def _importable(config: Path | None) -> Generator[None]:
     """Where a project's own modules are: the present folder, as for ``python -m``, and that of the config."""
     before = list(sys.path)
-    sys.path.insert(0, str(Path.cwd()))
-    if config is not None:
-        sys.path.append(str(config.resolve().parent))
+    sys.path[:] = [str(Path.cwd()), *before, *([] if config is None else [str(config.resolve().parent)])]
     try:
         yield
     finally:
         sys.path[:] = before
 
 
-# ---------------------------------------------------------------------- the file, completed
+@contextmanager
+def _hydra(folder: Path, name: str) -> Generator[None]:
+    """Hydra's compose API on ``folder``; what it keeps for the process is as before afterwards."""
+    try:
+        from hydra import initialize_config_dir
+        from hydra.core.config_store import ConfigStore
+        from hydra.core.hydra_config import HydraConfig
+    except ImportError as error:
+        raise MissingExtraError("hydra-core", "hydra", "composing a config") from error
+
+    store, before = ConfigStore.instance(), HydraConfig.instance().cfg
+    store.store(_PRIMARY, {"defaults": [ROOT]})  # ROOT is on the search path, which the primary config may name
+    try:
+        with initialize_config_dir(str(folder.resolve()), name, version_base="1.3"):
+            yield
+    finally:
+        HydraConfig.instance().cfg = before
+        store.repo.pop(f"{_PRIMARY}.yaml", None)
 
 
-def _primary_config(written: Mapping[str, Any], config_dirs: Sequence[Path], chosen: Collection[str]) -> dict[str, Any]:
-    """What a file says, as the primary config that Hydra composes.
+@contextmanager
+def _hydra_errors(faults: Faults, path: Path | None) -> Generator[None]:
+    """Turn what Hydra, OmegaConf or PyYAML raise into one fault, in their words."""
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    ``chosen`` are groups that the command line chooses from: they replace sections that the file writes out.
-    An entry of the defaults list that the command line changes has to be there, so one of ``null`` is.
-    """
-    body = dict(written)
-    defaults = cast("list[Any]", body.pop("defaults", None) or [])
-    plan, word = body.get("plan"), precision_word(body.get("plan"))
-    if word is not None:
-        body["plan"] = {"precision": word}
-    elif isinstance(plan, str) and plan in PRESETS:  # as plan=a100 is
-        del body["plan"]
-        defaults = [{"plan": plan}, *(entry for entry in defaults if _entry(entry)[1] != "plan")]
-    own = [entry for entry in defaults if not _entry(entry)[0]]
-    named = {_entry(entry)[1] for entry in own}
-    overrides = [entry for entry in defaults if _entry(entry)[0] and _entry(entry)[1] not in _RUN_GROUPS]
-    overrides += [{f"override {name}": option} for name, option in _RUN_GROUPS.items() if name not in chosen]
-    added = [{name: None if name in body else file} for name, file in SECTIONS.items() if name not in named]
-    own += [*([] if "_self_" in own else ["_self_"]), *([] if "experiment" in named else [{"experiment": None}])]
-    hydra: dict[str, Any] = dict(body.pop("hydra", None) or {})
-    folders = [folder.resolve().as_uri() for folder in config_dirs]
-    hydra["searchpath"] = list(
-        dict.fromkeys([*(hydra.get("searchpath") or []), *folders, "pkg://lightning_mp.configs"])
-    )
-    body = {key: value for key, value in body.items() if key not in chosen or key not in SECTIONS}
-    return {"defaults": [*added, *own, *overrides], "hydra": hydra, **SETTINGS, **body}
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, HydraException) else error
+        said = one_line(cause).partition(" Config search path:")[0]
+        fix = "+key=value adds a key, and a value with commas, braces or spaces wants quotes"
+        if isinstance(cause, MissingConfigException) and cause.options:
+            group, _, option = str(cause.missing_cfg_file).rpartition("/")
+            known, other = list(cause.options), "choose one of these, or check --config-dir"
+            fix = precision_fix(option, (), known) if group == "plan" else did_you_mean(option, known, other)
+        where = "" if path is None or path.name in said else f"{path.name}: "
+        faults.add(f"the config does not compose: {where}{said}", fix=fix)
+        faults.raise_if_any()
 
 
-def _mapping(path: Path, faults: Faults) -> dict[str, Any]:
+# ---------------------------------------------------------------------- composed
+
+
+def _mapping(path: Path, places: Places, faults: Faults) -> dict[str, Any]:
+    """What a file says; its keys are noted in ``places``."""
     from omegaconf import OmegaConf
 
     if not path.is_file():
         faults.add(f"config {str(path)!r}, which is no file", fix="check the path")
     else:
-        body: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        body: Any = OmegaConf.to_container(OmegaConf.load(path))
         if isinstance(body, dict):
+            places.add(path)
             return cast("dict[str, Any]", body)
         faults.add(f"config {str(path)!r}, which is no mapping", fix="write 'plan:' in it")
     faults.raise_if_any()
     return {}
 
 
-def _entry(entry: Any) -> tuple[bool, str]:
-    """Whether an entry of a defaults list is an override, and the group it chooses from, or the config it names."""
-    words = str(next(iter(cast("dict[str, Any]", entry)), "") if isinstance(entry, dict) else entry).split() or [""]
-    return isinstance(entry, dict) and "override" in words[:-1], words[-1].lstrip("/")
-
-
-# ---------------------------------------------------------------------- the arguments
-
-
-def _runs(overrides: Sequence[str], *, multirun: bool) -> Iterator[tuple[list[Override], list[str]]]:
-    """The arguments of each run, and which of them the sweep chose."""
+def _parsed(overrides: Sequence[str]) -> list[Override]:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    parsed: list[Override] = parser.parse_overrides(list(overrides))
-    sweeps = [one for one in parsed if multirun and one.is_sweep_override()]
-    choices = [
-        [f"{str(one.input_line).partition('=')[0]}={value}" for value in one.sweep_string_iterator()] for one in sweeps
-    ]
-    for chosen in itertools.product(*choices):
-        yield [*(one for one in parsed if one not in sweeps), *parser.parse_overrides(list(chosen))], list(chosen)
+    return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(overrides))
 
 
-def _hydra_arguments(override: Override, written: Mapping[str, Any]) -> list[str]:
-    """As Hydra takes it: a plan by its precision, a strategy by its name in a Trainer, ``++`` where a key is new.
+def _composed(
+    stem: str, written: dict[str, Any] | None, parsed: Sequence[Override], folders: Sequence[Path]
+) -> DictConfig:
+    """The whole config, with Hydra's own section.
 
-    Whether a class takes such a key is checked later. What is deeper in a model or in data, and no call in the file as
-    ``written``, may be a dict of the user's, whose keys Hydra checks.
+    A file with a defaults list is Hydra's, as it is, and the package adds the sections that it lacks. Another file is
+    laid over the package's config, and so is what the command line says and is no choice from a group.
     """
-    from lightning_mp.strategies.registry import LIGHTNINGS
-
-    key, value, text = override.key_or_group, override.value(), str(override.input_line)
-    section, _, name = key.partition(".")
-    deep = "." in name and section in ("model", "data") and not isinstance(value, dict)
-    deep = deep and not _names_target(written, key.split(".")[:-1])
-    if section not in SECTIONS or not text.startswith(key) or override.is_sweep_override() or deep:
-        return [text]  # with +, ++ or ~ of its own, or what Hydra refuses
-    if name:  # a list cannot be merged into a mapping
-        return [*([f"++{key}=null"] if isinstance(value, list) else []), f"++{text}"]
-    word = precision_word(value) if key == "plan" and value not in PRESETS else None
-    if word is not None:
-        return ["~plan", f"++plan.precision={word}"]
-    if value is None:
-        return [f"~{key}"]
-    if key == "strategy" and isinstance(value, str):
-        known, also = LIGHTNINGS.get(value.lower(), (value.removeprefix("mp_"), {}))
-        return [f"strategy={known}", *(f"++strategy.{keyword}={setting}" for keyword, setting in also.items())]
-    if isinstance(value, (int, float)):
-        text = f"{key}='{value}'"  # Hydra chooses from a group by text alone
-    return [f"++{text}" if isinstance(value, dict) else text]
-
-
-def _names_target(written: Any, path: Sequence[str]) -> bool:
-    """Whether what ``written`` has at ``path`` is a call: a mapping with a ``_target_``."""
-    for key in path:
-        written = cast("Mapping[str, Any]", written).get(key) if isinstance(written, Mapping) else None
-    return isinstance(written, Mapping) and "_target_" in written
-
-
-def _compose(node: dict[str, Any], arguments: list[str]) -> DictConfig:
     from hydra import compose
-    from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.types import OverrideType
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigKeyError
 
-    store = ConfigStore.instance()
-    store.store(_STORED, node)  # by which name Hydra finds it
-    try:
-        return compose(_STORED, arguments, return_hydra_config=True)
-    finally:
-        store.repo.pop(f"{_STORED}.yaml", None)
+    own = OmegaConf.select(OmegaConf.create(written or {}), "hydra.searchpath") or []
+    searchpath = [*own, *(f"file://{folder.resolve()}" for folder in folders[1:])]
+    hydras = [*_HYDRAS_PART, f"hydra.searchpath={json.dumps(searchpath)}"]
+    if written is not None and "defaults" in written:
+        values = [each for each in parsed if each.type is OverrideType.CHANGE and each.key_or_group.startswith(_KEYS)]
+        lines = [str(each.input_line) for each in parsed if each not in values]
+        whole = compose(stem, [*hydras, *lines], return_hydra_config=True)
+        base: Any = OmegaConf.to_container(compose(_PRIMARY, hydras))
+        body = {name: value for name, value in base.items() if name not in {*whole, *_SAID}}
+    else:
+        choices = {each.key_or_group: str(each.input_line) for each in parsed if _is_choice(each, folders)}
+        values = [each for each in parsed if each.key_or_group not in choices]
+        body = {name: value for name, value in (written or {}).items() if name not in choices}
+        if isinstance(body.get("plan"), str) and body["plan"] in PRESETS:
+            choices["plan"] = f"plan={body.pop('plan')}"
+        if written is not None:
+            body = {**dict.fromkeys(_SAID.keys() - choices), **body}
+            if "experiment" in choices:
+                raise ConfigKeyError(
+                    f"{choices['experiment']}: next to a file, it goes into the file's own defaults list"
+                )
+        whole = compose(_PRIMARY, [*hydras, *choices.values()], return_hydra_config=True)
+    OmegaConf.set_struct(whole, False)
+    whole.update(body)
+    for override in values:
+        _set(whole, override)
+    return whole
 
 
-# ---------------------------------------------------------------------- where a run writes
+def _is_choice(override: Override, folders: Sequence[Path]) -> bool:
+    """Whether it chooses from a group: no plan by its precision, no strategy by its name in a Trainer."""
+    from lightning_mp.strategies.registry import LIGHTNINGS, PREFIX
+
+    key, value = override.key_or_group, override.value()
+    if override.is_hydra_override() or override.is_sweep_override():
+        return True
+    if not isinstance(value, str) or not any((folder / key).is_dir() for folder in folders):
+        return False
+    if key == "plan":
+        return value in PRESETS or precision_word(value) is None
+    return key != "strategy" or not (value.lower() in LIGHTNINGS or value.startswith(PREFIX))
 
 
-@contextmanager
-def _under_hydra(whole: DictConfig, folder: Path) -> Generator[None]:
+def _set(whole: DictConfig, override: Override) -> None:
+    """Set a key that is there or may be an argument; whether the class takes it is asked later.
+
+    What is deeper in a model or in data, and in no call, may be a dict of the user's own, whose keys are known.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigKeyError
+
+    _spell_out(whole)
+    key, value = override.key_or_group, override.value()
+    parent, _, name = key.rpartition(".")
+    within: Any = (OmegaConf.select(whole, parent) or {}) if parent else whole
+    new = key.startswith(_KEYS) and ("_target_" in within or not key.startswith(("model.", "data.")))
+    if override.is_delete():
+        within.pop(name)
+    elif name in within or new or override.is_add() or override.is_force_add():
+        OmegaConf.update(whole, key, value, merge=isinstance(value, dict) and bool(parent))
+    else:
+        raise ConfigKeyError(f"{override.input_line}: the config has no {key}")
+
+
+def _spell_out(whole: DictConfig) -> None:
+    """A plan or strategy of one word is the field that it gives, and one of make_strategy's its keywords alone."""
+    from omegaconf import DictConfig, OmegaConf
+
+    for section, field in _FIELD.items():
+        given: Any = OmegaConf.select(whole, section)
+        if isinstance(given, (str, int)):
+            whole[section] = {field: given}
+    strategy: Any = OmegaConf.select(whole, "strategy")
+    if isinstance(strategy, DictConfig) and str(strategy.get("_target_")).endswith("make_strategy"):
+        for key in ("plan", *HYDRA_KEYS):
+            strategy.pop(key, None)
+
+
+def _folder(whole: DictConfig, folder: Path) -> Path:
+    """What a run asks for, to Hydra or as ``run_dir``, else ``folder``; that of the run whose process this is."""
+    from omegaconf import OmegaConf
+
+    if RUN_DIR in os.environ:
+        return Path(os.environ[RUN_DIR])
+    for key in ("hydra.run.dir", "run_dir"):
+        _tell_hydra(whole, folder)
+        folder = Path(str(OmegaConf.select(whole, key) or folder))
+    return folder
+
+
+def _tell_hydra(whole: DictConfig, folder: Path) -> None:
     """``${hydra:…}`` resolves as in an application of Hydra's that writes to ``folder``."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import read_write
 
     with read_write(whole.hydra):
         whole.hydra.runtime.output_dir = str(folder.absolute())
-    instance = HydraConfig.instance()
-    before = instance.cfg
-    instance.set_config(whole)
-    try:
-        yield
-    finally:
-        instance.cfg = before
-
-
-def _folder(whole: DictConfig, default: Path) -> Path:
-    """The folder that a run asks for, as ``run_dir`` or to Hydra; that of the run whose process this is."""
-    from omegaconf import OmegaConf
-
-    if RUN_DIR in os.environ:
-        return Path(os.environ[RUN_DIR])
-    folder = default
-    for section, key in ((whole.hydra.run, "dir"), (whole, "run_dir")):
-        with _under_hydra(whole, folder):
-            given = None if OmegaConf.is_missing(section, key) else section.get(key)
-        folder = Path(str(given or folder))
-    return folder
-
-
-def _file_name(text: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "=,.-_+" else "_" for letter in text)[:120]
+    HydraConfig.instance().set_config(whole)
 
 
 # ---------------------------------------------------------------------- checked before anything is built
 
 
-def _resolved(
-    whole: DictConfig, folder: Path, replaced: Mapping[str, Any], needed: Collection[str], faults: Faults
-) -> dict[str, Any]:
+def _checked(whole: DictConfig, needed: Collection[str], faults: Faults) -> dict[str, Any]:
     """The config as plain values; sections in which something was noted are left out.
 
     Noted are sections of ``needed`` that are missing, values that are missing or do not resolve (in OmegaConf's words),
     ``_target_`` that name nothing, and keys that what they name does not take. The plan is checked where it is built.
     """
-    from omegaconf import OmegaConf, open_dict
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    config, found = whole.copy(), dict[str, Any]()
-    with open_dict(config):
-        config.update({**replaced, "run_dir": str(folder)})
-        del config["hydra"]
-    for name in (name for name in needed if not config.get(name)):
-        faults.add(f"no {name}", fix=f"write a section {name!r}, or choose one of the group: {_NEEDED[name]}")
-    for name in map(str, config):
+    _tell_hydra(whole, Path(whole.run_dir))
+    _spell_out(whole)
+    for name in (name for name in needed if not whole.get(name)):
+        faults.add(f"no {name}", fix=f"write a section {name!r}, or choose one of the group: {_SAID[name]}")
+    config: dict[str, Any] = {}
+    for name in (str(name) for name in whole if name != "hydra"):
         before = len(faults.found)
-        if name == "strategy" and not config.get("plan") and is_ours(config[name]):
-            continue  # it refers to the plan
         try:
-            with _under_hydra(whole, folder):
-                value = config[name]
-                if OmegaConf.is_config(value):
-                    value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            value = whole[name]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             key = error.full_key or name
             faults.add(f"{key}: {str(error).splitlines()[0]}", fix=f"give it a value: {key}=...")
             continue
-        for given, path in _targets(value, name):
-            _check_target(given, path, faults)
+        _check_calls(value, name, faults)
+        if name == "trainer":
+            _check_trainer(value, bool(whole.get("plan")), faults)
         if len(faults.found) == before:
-            found[name] = value
-    trainer, planned = found.get("trainer") or {}, bool(config.get("plan"))
-    if isinstance(trainer, dict):
-        _check_trainer(cast("dict[str, Any]", trainer), planned, faults)
-    else:
-        faults.add(f"trainer={trainer!r} is no mapping", fix="write its arguments below it, as in max_steps: 100")
-        del found["trainer"]
-    return found
+            config[name] = value
+    return config
 
 
-def _check_trainer(given: Mapping[str, Any], planned: bool, faults: Faults) -> None:
-    from lightning_mp.strategies.registry import trainer_arguments
-
-    for key in (key for key in given if not key.startswith("_")):
-        if key in _ELSEWHERE and planned:
+def _check_trainer(given: Any, planned: bool, faults: Faults) -> None:
+    if isinstance(given, dict):
+        _check_calls({"_target_": "lightning_mp.compat.lightning.Trainer", **given}, "trainer", faults)
+        for key in (key for key in _ELSEWHERE if key in given and planned):
             faults.add(f"trainer.{key} next to a plan", fix=f"set {_ELSEWHERE[key]} instead")
-        elif key not in trainer_arguments():
-            fix = did_you_mean(key, trainer_arguments(), "remove it")
-            faults.add(f"trainer.{key}, which Lightning's Trainer does not take", fix=fix)
+    else:
+        faults.add(f"trainer={given!r} is no mapping", fix="write its arguments below it, as in max_steps: 100")
 
 
-def is_ours(strategy: Any) -> bool:
-    """Whether a strategy section is one of make_strategy's, by name or by its keywords."""
-    target = cast("Mapping[str, Any]", strategy).get("_target_") if isinstance(strategy, Mapping) else None
-    return target is None or str(target).rpartition(".")[2] == "make_strategy"
-
-
-def _targets(value: Any, path: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """What names a ``_target_`` in ``value``, with its key."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if isinstance(value, dict) and isinstance(value.get("_target_"), str):
-        yield value, path
+def _check_calls(value: Any, path: str, faults: Faults) -> None:
+    """Note each ``_target_`` in ``value`` that is not there or does not take what is given; the plan checks its own."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        if (path, key) != ("strategy", "plan"):  # which is this very run's
-            yield from _targets(item, f"{path}.{key}")
-
-
-def _check_target(given: Mapping[str, Any], path: str, faults: Faults) -> None:
-    target = str(given["_target_"])
-    if not callable(_located(target)):
-        faults.add(
-            f"{path}._target_: {target} names no class or function", fix="check that package.module.Name imports"
-        )
+        _check_calls(item, f"{path}.{key}", faults)
+    if not isinstance(value, dict) or "_target_" not in value:
         return
+    given = {key: each for key, each in value.items() if not key.startswith("_")}
+    target = str(value["_target_"])
     takes = signature_of(target)
-    if takes is None or path.startswith(("plan", "trainer")):  # what these take is checked elsewhere
-        return
-    keys = {key: None for key in given if not key.startswith("_")}
-    try:
-        takes.bind_partial(**keys)
-        if not given.get("_partial_") and not given.get("_args_"):
-            takes.bind(**keys)
-    except TypeError as error:
-        faults.add(f"{path}: {error}", fix=f"{target} takes {', '.join(takes.parameters)}")
+    if not callable(_located(target)):
+        fix = "check that package.module.Name imports"
+        faults.add(f"{path}._target_: {target} names no class or function", fix=fix)
+    elif not path.startswith("plan"):
+        any_key = any(each.kind is each.VAR_KEYWORD for each in takes.parameters.values())
+        unknown = [] if any_key else [key for key in given if key not in takes.parameters]
+        for key in unknown:
+            fix = did_you_mean(key, takes.parameters, "remove it")
+            faults.add(f"{path}.{key}, which {target.rpartition('.')[2]} does not take", fix=fix)
+        try:
+            _ = unknown or value.get("_partial_") or value.get("_args_") or takes.bind(**given)
+        except TypeError as error:
+            faults.add(f"{path}: {error}", fix=f"{target} takes {', '.join(takes.parameters)}")
 
 
-def signature_of(target: str) -> inspect.Signature | None:
-    """What the class or function of that name takes; ``None`` where it does not say."""
+def signature_of(target: str) -> inspect.Signature:
+    """What the class or function of that name takes: anything, where it does not say."""
     try:
         return inspect.signature(_located(target))
     except (TypeError, ValueError):
-        return None
+        return inspect.signature(lambda *_, **__: None)
 
 
 def _located(target: str) -> Any:

@@ -70,16 +70,16 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     from lightning_mp.preflight.doctor import doctor as examine
 
     faults = Faults("doctor")
-    with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (job,):
-        config = job.config
-        regime = parts.regime(config, job.places, faults)
+    with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (config, places):
+        regime = parts.regime(config, places, faults)
         faults.raise_if_any()
         model = parts.instantiated(config["model"], "model", faults)
         if regime is not None:
             plan, trainer, strategy = regime.plan, regime.trainer, regime.trainer["strategy"]
         else:
             plan, trainer = None, parts.trainer_arguments(config, faults)
-            strategy = parts.instantiated(config.get("strategy"), "strategy", faults)
+            given = config.get("strategy") or {}
+            strategy = parts.instantiated(given, "strategy", faults) if "_target_" in given else None
         faults.raise_if_any()
         batch = _batch(config, model) if isinstance(model, LightningModule) else None
         return examine(model, plan, strategy, trainer, device=device, batch=batch)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lightning_mp.cli.config import GROUPS, ROOT
 from lightning_mp.cli.output import File, Text, refusals
 from lightning_mp.errors import Faults, counted, did_you_mean, in_bytes
 
@@ -106,8 +106,9 @@ def init(
             faults.add(f"{target} exists", fix="rename it, or go to another folder")
         source = faults.unwrap(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # its editor finds the schema where the package is
+        # its editor finds the schema where the package is, and Hydra what an experiment changes
         text = source.read_text(encoding="utf-8").replace("$schema=..", f"$schema={source.parents[1].as_uri()}")
+        text = text.replace("defaults:\n", f"defaults:\n  - /{ROOT}\n", 1) if experiment else text
         target.write_text(text, encoding="utf-8")
     how = str(target) if experiment else f"--config-dir {FOLDER} {group}={option}"
     typer.echo(f"written: {target}; run it: lightning-mp train {how}")
@@ -115,10 +116,9 @@ def init(
 
 def shipped() -> dict[str, dict[str, Path]]:
     """The configs that come with the package, by group and name; experiments first."""
-    root = Path(str(files("lightning_mp.configs")))
-    groups = {path.parent.name for path in root.glob("*/*.yaml")}
+    groups = {path.parent.name for path in GROUPS.glob("*/*.yaml")}
     ordered = [EXPERIMENT, *sorted(groups - {EXPERIMENT})]
-    return {group: {path.stem: path for path in sorted((root / group).glob("*.yaml"))} for group in ordered}
+    return {group: {path.stem: path for path in sorted((GROUPS / group).glob("*.yaml"))} for group in ordered}
 
 
 def _summary(path: Path) -> str:

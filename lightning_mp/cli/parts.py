@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
+from torch import cuda
+from torch.backends import mps
 
-from lightning_mp.cli.config import RUN_DIR, composed, is_ours, signature_of
+from lightning_mp.cli.config import RUN_DIR, composed, signature_of
 from lightning_mp.comparison.compare import fit_arguments
 from lightning_mp.compat.lightning import (
     Callback,
@@ -23,12 +24,9 @@ from lightning_mp.compat.lightning import (
     seed_everything,
 )
 from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted, is_whole, one_line
-from lightning_mp.health.callback import TrainingHealth
 from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
-from lightning_mp.record import metric_names
-from lightning_mp.record.callback_utils import callbacks_of
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 #: more processes of a CPU's run than so many a core take its memory before they say anything
@@ -56,7 +54,7 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
     if arguments.get("default_root_dir") is None:
         arguments["default_root_dir"] = config["run_dir"]
     try:
-        strategy = strategy_of(config.get("strategy") or "auto", plan, faults)
+        strategy = strategy_of(config.get("strategy"), plan, faults)
         if not faults.found:
             return Regime(plan, trainer_kwargs(plan, strategy=strategy, callbacks=callbacks, **arguments))
     except PlanError as error:
@@ -110,10 +108,10 @@ def one_run(
     Raises:
         PlanError: all that was noted in ``faults``, before and here.
     """
-    with composed(arguments, command, faults, config_dirs, **replaced) as (job,):
-        found = faults.unwrap(regime(job.config, job.places, faults))
-        with running(Path(job.config["run_dir"]), faults):
-            yield job.config, found
+    with composed(arguments, command, faults, config_dirs, **replaced) as (config, places):
+        found = faults.unwrap(regime(config, places, faults))
+        with running(Path(config["run_dir"]), faults):
+            yield config, found
 
 
 def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
@@ -126,14 +124,10 @@ def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, d
 
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     """The Trainer itself."""
-    devices, most = arguments.get("devices"), _PROCESSES_A_CORE * (os.cpu_count() or 1)
-    on_cpu = arguments.get("accelerator") == "cpu" or not (
-        torch.cuda.is_available() or torch.backends.mps.is_available()
-    )
-    if on_cpu and is_whole(devices) and devices > most:
-        faults.add(
-            f"trainer.devices={devices}, processes on {counted(os.cpu_count() or 1, 'core')}", fix="write 1 or 2"
-        )
+    devices, cores = arguments.get("devices"), os.cpu_count() or 1
+    on_cpu = arguments.get("accelerator") == "cpu" or not (cuda.is_available() or mps.is_available())
+    if on_cpu and is_whole(devices) and devices > _PROCESSES_A_CORE * cores:
+        faults.add(f"trainer.devices={devices}, processes on {counted(cores, 'core')}", fix="write 1 or 2")
         faults.raise_if_any()
     try:
         return Trainer(**arguments)
@@ -142,23 +136,6 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     except Exception as error:  # Lightning's own, of several kinds
         faults.add(f"trainer: {type(error).__name__}: {one_line(error)}", fix="fix the trainer or strategy section")
     return faults.unwrap(None)
-
-
-def show_readings(trainer: Trainer) -> None:
-    """The bar shows the loss and the loss scale of TrainingHealth's last reading, which cost no wait for the device."""
-    health = next((callback for callback in callbacks_of(trainer) if isinstance(callback, TrainingHealth)), None)
-    bar: Any = trainer.progress_bar_callback
-    if health is None or bar is None:
-        return
-    given = bar.get_metrics
-
-    def get_metrics(*arguments: Any) -> dict[str, Any]:
-        last = next((row for row in reversed(health.rows) if metric_names.LOSS in row), {})
-        names = {"loss": metric_names.LOSS, "scale": metric_names.LOSS_SCALE}
-        shown = {short: f"{last[name]:.4g}" for short, name in names.items() if last.get(name) is not None}
-        return {**shown, **given(*arguments)}
-
-    bar.get_metrics = get_metrics
 
 
 @contextmanager
@@ -174,28 +151,22 @@ def running(folder: Path, faults: Faults) -> Generator[None]:
 
 
 def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
-    """The plan of a plan section: a precision, the plan's fields, or a call, which is made where there is no fault."""
+    """The plan of a plan section: the plan's fields, or a call, which is made where there is no fault."""
     target = given.get("_target_") if isinstance(given, Mapping) else None
     if target is not None and str(target).rpartition(".")[2] not in ("MixedPrecisionPlan", "PrecisionPolicy"):
         return None if faults.found else instantiated(given, "plan", faults, MixedPrecisionPlan)
     try:
-        return MixedPrecisionPlan.from_config({"precision": given} if isinstance(given, (str, int)) else given)
+        return MixedPrecisionPlan.from_config(given)
     except PlanError as error:
         faults.extend(plan_fault(fault, places) for fault in error.faults)
     return None
 
 
 def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
-    """The strategy of a strategy section, for ``plan``: a name, keywords of make_strategy, or a class of the user's."""
+    """The strategy of a strategy section, for ``plan``: keywords of make_strategy, or a call."""
     try:
-        if isinstance(given, str):
-            return make_strategy(given, plan)
-        fields = dict(cast("Mapping[str, Any]", given))
-        if not is_ours(fields):
-            return instantiated(fields, "strategy", faults)
-        fields.pop("plan", None)  # this very run's
-        keywords = instantiated({k: v for k, v in fields.items() if k not in HYDRA_KEYS}, "strategy", faults)
-        return None if keywords is None else make_strategy(keywords.pop("name", "auto"), plan, **keywords)
+        built = instantiated(given or {}, "strategy", faults)
+        return make_strategy(built.pop("name", "auto"), plan, **built) if isinstance(built, dict) else built
     except PlanError as error:
         faults.extend(error.faults)
     except MissingExtraError as error:
@@ -213,8 +184,8 @@ def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
         if not isinstance(entry, Mapping) or "_target_" not in entry:
             faults.add(f"callbacks.{name}: {entry!r}", fix="write '_target_: package.Class', or null")
             continue
-        takes = signature_of(entry["_target_"])
-        own = {key: home for key, home in homes.items() if takes and key in takes.parameters and not entry.get(key)}
+        takes = signature_of(entry["_target_"]).parameters
+        own = {key: home for key, home in homes.items() if key in takes and not entry.get(key)}
         built = instantiated({**entry, **own}, f"callbacks.{name}", faults, Callback)
         found += [] if built is None else [built]
     return found

@@ -15,8 +15,8 @@ import typer
 from lightning_mp.cli.output import refusals
 
 if TYPE_CHECKING:
-    from lightning_mp.cli.config import Composed
     from lightning_mp.cli.parts import Regime
+    from lightning_mp.compat.lightning import Trainer
     from lightning_mp.errors import Faults
 
 CONFIG = "config.yaml"
@@ -25,7 +25,7 @@ Arguments = Annotated[
     Optional[list[str]],  # noqa: UP045  typer reads this at run time, on 3.10 too
     typer.Argument(
         metavar="[CONFIG] [KEY=VALUE]...",
-        help="A YAML file, and what to change: plan=bf16, experiment=llama_tiny, trainer.max_steps=100, "
+        help="A YAML file or experiment=llama_tiny, and what to change: plan=bf16, trainer.max_steps=100, "
         "ckpt_path=runs/x/checkpoints/last.ckpt, run_dir=runs/x.",
         show_default=False,
     ),
@@ -75,19 +75,23 @@ def run(
         NonFiniteError: the run met more non-finite steps than its plan allows.
     """
     from lightning_mp.cli import parts
-    from lightning_mp.cli.config import composed
+    from lightning_mp.cli.config import composed, sweep
     from lightning_mp.errors import Faults
 
-    faults = Faults("train")
-    with composed(arguments, "train", faults, config_dirs, multirun=multirun) as jobs:
-        config = jobs[0].config
-        with redirect_stdout(sys.stderr) if only_show else nullcontext():  # what others print is no part of the config
-            _check_settings(config, faults)
-            regime = faults.unwrap(parts.regime(config, jobs[0].places, faults))
-        if only_show:
-            say("---\n".join(_as_yaml(job.config) for job in jobs).rstrip())
-            return 0
-        return _sweep(jobs, config_dirs, say) if jobs[0].swept else _train(config, regime, say)
+    faults, shown, home = Faults("train"), list[str](), Path()
+    given, runs = sweep(arguments, faults) if multirun else (arguments, [[]])
+    for chosen in runs:
+        with composed([*given, *chosen], "train", faults, config_dirs) as (config, places):
+            with redirect_stdout(sys.stderr) if only_show else nullcontext():  # others print what is no part of it
+                _check_settings(config, faults)
+                regime = faults.unwrap(parts.regime(config, places, faults))
+            shown, home = [*shown, _as_yaml(config)], Path(config["run_dir"])
+            if not (chosen or only_show):
+                return _train(config, regime, say)
+    if only_show:
+        say("---\n".join(shown).rstrip())
+        return 0
+    return _sweep(given, runs, home, config_dirs, say)
 
 
 def _check_settings(config: dict[str, Any], faults: Faults) -> None:
@@ -119,7 +123,7 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
     faults, folder = Faults("train"), Path(config["run_dir"])
     with parts.running(folder, faults):
         trainer = parts.trainer(dict(regime.trainer), faults)
-        parts.show_readings(trainer)
+        show_readings(trainer)
         model, data = parts.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
             _write_config(config, folder, say, faults)
@@ -130,6 +134,27 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
         report = f"; report: {page}" if page.exists() else ""
         say(f"{folder}: {counted(trainer.global_step, 'step')}{lost}{report}")
     return 1 if trainer.interrupted else 0
+
+
+def show_readings(trainer: Trainer) -> None:
+    """The bar shows the loss and the loss scale of TrainingHealth's last reading, which cost no wait for the device."""
+    from lightning_mp.health.callback import TrainingHealth
+    from lightning_mp.record import metric_names
+    from lightning_mp.record.callback_utils import callbacks_of
+
+    health = next((callback for callback in callbacks_of(trainer) if isinstance(callback, TrainingHealth)), None)
+    bar: Any = trainer.progress_bar_callback
+    if health is None or bar is None:
+        return
+    given = bar.get_metrics
+
+    def get_metrics(*arguments: Any) -> dict[str, Any]:
+        last = next((row for row in reversed(health.rows) if metric_names.LOSS in row), {})
+        names = {"loss": metric_names.LOSS, "scale": metric_names.LOSS_SCALE}
+        shown = {short: f"{last[name]:.4g}" for short, name in names.items() if last.get(name) is not None}
+        return {**shown, **given(*arguments)}
+
+    bar.get_metrics = get_metrics
 
 
 def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults) -> None:
@@ -147,25 +172,26 @@ def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults
         faults.raise_if_any()
 
 
-def _sweep(jobs: Sequence[Composed], config_dirs: Sequence[Path], say: Say) -> int:
+def _sweep(
+    given: Sequence[str], runs: Sequence[Sequence[str]], home: Path, config_dirs: Sequence[Path], say: Say
+) -> int:
     """Each run in a process of its own: one that fails or runs out of memory leaves the others alone."""
+    from lightning_mp.cli.config import file_name
     from lightning_mp.errors import PlanError
     from lightning_mp.record.report import write_report
 
-    failed, folders = 0, [Path(job.config["run_dir"]) for job in jobs]
+    failed, folders = 0, [home / file_name(",".join(chosen)) for chosen in runs]
     options = [part for each in config_dirs for part in ("--config-dir", str(each))]
-    for number, (job, folder) in enumerate(zip(jobs, folders, strict=True), 1):
-        say(f"[{number}/{len(jobs)}] {' '.join(job.swept)}")
+    for number, (chosen, folder) in enumerate(zip(runs, folders, strict=True), 1):
+        say(f"[{number}/{len(runs)}] {' '.join(chosen)}")
         quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-        kept = [text for text in job.arguments if text.partition("=")[0].lstrip("+") != "run_dir"]
-        arguments = [*([] if job.file is None else [str(job.file)]), *kept, f"++run_dir='{quoted}'"]
-        command = [sys.executable, "-m", "lightning_mp", "train", *options, *arguments]
+        command = [sys.executable, "-m", "lightning_mp", "train", *options, *given, *chosen, f"++run_dir='{quoted}'"]
         failed += subprocess.run(command, check=False).returncode != 0
     ran = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     try:
-        say(f"compared: {write_report(ran, folders[0].parent / 'report.html')}" if ran else "nothing wrote metrics")
+        say(f"compared: {write_report(ran, home / 'report.html')}" if ran else "nothing wrote metrics")
     except PlanError as error:
         say(f"not compared: {error}")
     if failed:
-        say(f"{failed} of {len(jobs)} runs failed")
+        say(f"{failed} of {len(runs)} runs failed")
     return 1 if failed else 0

@@ -45,7 +45,7 @@ class Upcasts(CausalLM):
 
 _RUN = """
 plan: bf16
-defaults: [{data: library_text}, {model: llama_tiny}, _self_]
+defaults: [{data: library_text}, {model: llama_tiny}, {callbacks: default}, _self_]
 model: {_target_: unfaithful.Upcasts}
 """
 

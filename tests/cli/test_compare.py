@@ -65,7 +65,7 @@ def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -
         "seeds=0",
         "steps=0",
         "ckpt_path: ",
-        "got an unexpected keyword argument 'wdth'",
+        "model.wdth, which Net does not take",
     ):
         assert text in result.stderr
     assert not Path("runs").exists()

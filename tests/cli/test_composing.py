@@ -14,29 +14,23 @@ from omegaconf import OmegaConf
 
 import lightning_mp.configs
 from lightning_mp.cli import config as composing
-from lightning_mp.cli.config import Composed
 from lightning_mp.cli.train import run
 from lightning_mp.errors import Faults
 from support.training import PLAIN, write
 
 
-def composed(path: str | None, *overrides: str, dirs: tuple[Path, ...] = (), multirun: bool = False) -> list[Composed]:
-    faults = Faults("test")
-    given = overrides if path is None else (path, *overrides)
-    with composing.composed(given, "train", faults, dirs, multirun=multirun) as found:
-        faults.raise_if_any()
-        return found
-
-
 def one(path: str | None, *overrides: str, dirs: tuple[Path, ...] = ()) -> Any:
-    (found,) = composed(path, *overrides, dirs=dirs)
-    return OmegaConf.create(found.config)
+    faults = Faults("test")
+    with composing.composed(overrides if path is None else (path, *overrides), "train", faults, dirs) as (config, _):
+        faults.raise_if_any()
+        return OmegaConf.create(config)
 
 
 CONFIGS = Path(lightning_mp.configs.__file__).parent
-GROUPS = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n"
+GROUPS = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_text\n  - _self_\n"
 EXPERIMENT = "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n"
 SCALED = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 8}")
+WORD = PLAIN.replace("plan:\n  precision: bf16-mixed", "plan: %s")
 NESTED = "data:\n  train:\n    _target_: support.training.loader\n    rows: 12"
 LIST = "plan.pins=[{pattern:'ln_*',dtype:fp32}]"
 TARGET = "lightning_mp.MixedPrecisionPlan"
@@ -50,10 +44,20 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
     "a plain file is completed": (PLAIN, "", {"plan": {"precision": "bf16-mixed"}, "strategy.name": "auto", "seed": 0}),
     "with callbacks": (PLAIN, "", {"callbacks.training_health._target_": "lightning_mp.callbacks.TrainingHealth"}),
     "a choice replaces": (SCALED, "plan=bf16", {"plan": {"_target_": TARGET, "precision": "bf16-mixed"}}),
-    "what a defaults list names too": (
-        f"{GROUPS}  - _self_\nplan: {{tf32: high}}\n",
+    "a file with a defaults list is Hydra's": (
+        f"{GROUPS}plan: {{tf32: high}}\n",
         "plan=bf16",
-        {"plan": {"_target_": TARGET, "precision": "bf16-mixed"}},
+        {"plan": {"_target_": TARGET, "precision": "bf16-mixed", "tf32": "high"}},
+    ),
+    "a file with a defaults list is completed": (
+        GROUPS,
+        "run_dir=x trainer.max_steps=3 plan.tf32=high",
+        {"trainer.devices": 1, "strategy.name": "auto", "seed": 0, "run_dir": "x"},
+    ),
+    "a defaults list that begins with the package's": (
+        "defaults: [/lightning_mp, _self_, {override /plan: fp16}]\nseed: 5\n",
+        "callbacks=none",
+        {"plan.precision": "16-mixed", "seed": 5, "callbacks": {}},
     ),
     "an argument of a call within data": (
         PLAIN.replace("data:\n  _target_: support.training.loader\n  rows: 12", NESTED),
@@ -62,20 +66,12 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
     ),
     "a plan by its precision": (SCALED, "plan=bf16-true", {"plan": {"precision": "bf16-true"}}),
     "a section left out": (PLAIN, "callbacks=null", {"callbacks": None}),
-    "a field of a word": (f"plan: 16\n{GROUPS}", "plan.tf32=high", {"plan.precision": "16-mixed", "plan.tf32": "high"}),
-    "a preset in the file": (f"plan: a100\n{GROUPS}", "", {"plan.precision": "bf16-mixed", "plan.tf32": "high"}),
-    "a strategy by its name in a Trainer": (None, "strategy=mp_fsdp2", {"strategy.name": "fsdp2"}),
-    "a strategy by Lightning's word": (None, "strategy=deepspeed_stage_2", {"strategy.name": "deepspeed_zero2"}),
-    "a strategy by Lightning's word, and what it sets": (
-        None,
-        "strategy=ddp_find_unused_parameters_true",
-        {"strategy.name": "ddp", "strategy.find_unused_parameters": True},
-    ),
-    "an experiment as a file": (
-        EXPERIMENT,
-        "model=llama_tiny data=library_text",
-        {"plan.precision": "16-mixed", "seed": 5},
-    ),
+    "a field of a word": (WORD % 16, "plan.tf32=high", {"plan": {"precision": 16, "tf32": "high"}}),
+    "a preset in the file": (WORD % "a100", "", {"plan.precision": "bf16-mixed", "plan.tf32": "high"}),
+    "a strategy by its name in a Trainer": (None, "strategy=mp_fsdp2", {"strategy": {"name": "mp_fsdp2"}}),
+    "a strategy by Lightning's word": (None, "strategy=zero2", {"strategy": {"name": "zero2"}}),
+    "a strategy of the package's": (None, "strategy=ddp", {"strategy": {"name": "ddp"}}),
+    "a key that is removed": (PLAIN, "~trainer.logger", {"trainer.logger": None, "trainer.devices": 1}),
     **{
         f"a value: {text}": (PLAIN + "ours: 1\n", text, {text.partition("=")[0]: value})
         for text, value in {
@@ -107,8 +103,9 @@ def test_the_file_may_stand_anywhere_and_its_path_may_have_an_equals_sign(tmp_pa
     """As the config of a run of a sweep has."""
     path = write(tmp_path, PLAIN, "plan=fp16/config.yaml")
     assert one(path, "seed=3").seed == 3
-    with composing.composed(["plan=fp16", path, "seed=3"], "train", Faults("test")) as (job,):
-        assert (job.config["plan"]["precision"], job.config["seed"], job.file) == ("16-mixed", 3, Path(path))
+    with composing.composed(["plan=fp16", path, "seed=3"], "train", Faults("test")) as (config, places):
+        assert (config["plan"]["precision"], config["seed"]) == ("16-mixed", 3)
+        assert places["model.width"].startswith("config.yaml:")
 
 
 def test_a_projects_own_groups_stand_next_to_those_of_the_package(tmp_path: Path) -> None:
@@ -122,7 +119,7 @@ def test_a_projects_own_groups_stand_next_to_those_of_the_package(tmp_path: Path
 
 def test_the_command_line_has_the_last_word_over_an_experiment_and_that_over_the_file(tmp_path: Path) -> None:
     write(tmp_path, EXPERIMENT, "experiment/one.yaml")
-    path = write(tmp_path, f"{GROUPS}  - _self_\nseed: 1\n")
+    path = write(tmp_path, f"{GROUPS}  - experiment: null\nseed: 1\n")
     found = [one(path, *words.split()) for words in ("", "experiment=one", "experiment=one plan=bf16 seed=6")]
     precisions = ["32-true", "16-mixed", "bf16-mixed"]
     assert [(each.plan.precision, each.seed) for each in found] == list(zip(precisions, (1, 5, 6), strict=True))
@@ -138,9 +135,10 @@ def test_the_command_line_has_the_last_word_over_an_experiment_and_that_over_the
     ],
 )
 def test_a_sweep_is_a_run_a_value(argument: str, expected: list[tuple[str, ...]]) -> None:
-    assert [tuple(job.swept) for job in composed(None, argument, multirun=True)] == expected
-    jobs = composed(None, argument, "trainer.max_steps=8,9", multirun=True)
-    assert [job.config["trainer"]["max_steps"] for job in jobs] == [8, 9] * len(expected)
+    given, runs = composing.sweep(["seed=1", argument, "trainer.max_steps=8,9"], Faults("test"))
+    assert given == ["seed=1"]
+    steps = ("trainer.max_steps=8", "trainer.max_steps=9")
+    assert runs == [[*chosen, each] for chosen in expected for each in steps]
 
 
 def test_hydra_is_left_as_it_was(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ CALLBACK = "callbacks: {x: %s}\nplan:"
 #: what is written in place of a line of PLAIN, and the one fault: (given, do) must be found in it
 BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "misspelt key of the plan": (("precision: bf", "precison: bf"), "unknown key precison (run.yaml:2)", "'precision'"),
-    "misspelt argument of the model": (("width: 4", "width: 4\n  lrr: 1"), "model: got an unexpected", "takes width"),
+    "misspelt argument of the model": (("width: 4", "width: 4\n  lrr: 1"), "lrr, which Net does not take", "'lr'"),
     "misspelt class": (("training.Net", "training.Nett"), "Nett names no class", "package"),
     "target that is no class": (("training.Net", "training.PLAIN"), "PLAIN names no class", "package"),
     "misspelt Trainer argument": (("max_steps", "max_step"), "trainer.max_step", "'max_steps'"),
@@ -53,8 +53,10 @@ ARGUMENTS = {
     "plan=fp32,bf16": ("Ambiguous value for argument 'plan=fp32,bf16'", ""),
     "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
     "strategy=fsdp3": ("Could not find 'strategy/fsdp3'", "'fsdp2'"),
-    "trainer=3": ("Could not find 'trainer/3'", "--config-dir"),
-    "max_steps=10": ("Could not override 'max_steps'", "+key=value"),
+    "trainer=3": ("trainer=3 is no mapping", "max_steps: 100"),
+    "max_steps=10": ("max_steps=10: the config has no max_steps", "+key=value"),
+    "experiment=llama_tiny": ("goes into the file's own defaults list", ""),
+    "data.more.rows=1": ("the config has no data.more.rows", "+key=value"),
     "trainer.max_stps=1": ("trainer.max_stps", "'max_steps'"),
     "seed=abc": ("seed='abc'", "seed=0"),
     "seed=[1": ("the config does not compose", "quotes"),
@@ -127,7 +129,7 @@ def test_all_faults_of_file_and_arguments_come_together(tmp_path: Path) -> None:
     text = PLAIN.replace("bf16-mixed", "bf17-mixed").replace("width", "widht").replace("max_steps", "max_step")
     faults = refusal(write(tmp_path, text), "data.rwos=3", "plan.tf32=hihg")
     words = "\n".join(fault.problem for fault in faults)
-    for part in ("bf17-mixed", "'hihg'", "'widht'", "max_step", "'rwos'"):
+    for part in ("bf17-mixed", "'hihg'", "model.widht", "trainer.max_step", "data.rwos"):
         assert part in words, part
     assert len(faults) == 5
 

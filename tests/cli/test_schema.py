@@ -14,7 +14,7 @@ from lightning_mp.cli.files import shipped
 from lightning_mp.cli.schema import FOLDER, MODELINE, train_schema, write
 from support.docs import ROOT, blocks
 
-NAMING = [FOLDER.parent / "train.yaml", *shipped()["experiment"].values(), *shipped()["plan"].values()]
+NAMING = [FOLDER.parent / "lightning_mp.yaml", *shipped()["experiment"].values(), *shipped()["plan"].values()]
 
 
 def faults(schema: Any, values: Any) -> list[str]:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lightning_mp import LossScaling, MixedPrecisionPlan
 from lightning_mp.callbacks import TrainingHealth
 from lightning_mp.cli import app
-from lightning_mp.cli.parts import show_readings
+from lightning_mp.cli.train import show_readings
 from support.running import trainer
 from support.training import PLAIN, QUICK, Net, loader, losses, readings, run, write
 
