@@ -87,9 +87,8 @@ print(json.dumps({{"said": said, "losses": module.losses}}))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [COPIES, COPIES[::-1]])
-def test_with_both_in_one_process_the_trainer_of_the_other_copy_is_refused_with_what_to_write(
-    first: str, second: str, tmp_path: Path
-) -> None:
+def test_the_trainer_of_the_other_copy_is_refused(first: str, second: str, tmp_path: Path) -> None:
+    """Where both are in one process, with what to write."""
     result = json.loads(printed("-c", BOTH.format(first=first, second=second), cwd=tmp_path).splitlines()[-1])
     for way, said in result["said"].items():
         assert f"of {second} where lightning_mp uses {first}" in said, way

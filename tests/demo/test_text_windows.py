@@ -26,7 +26,8 @@ def documents(text: Path) -> tuple[str, ...]:
     return TextWindows(str(text))._documents
 
 
-def test_the_standard_library_comes_sorted_and_capped_without_tests_and_installed_packages(tmp_path: Path) -> None:
+def test_the_standard_library_comes_sorted_and_capped(tmp_path: Path) -> None:
+    """Without its tests and what is installed."""
     real = text_windows._standard_library()
     assert 100_000 < sum(len(document.encode()) for document in real) <= MAX_BYTES
     assert any("class OrderedDict" in document for document in real)

@@ -161,7 +161,8 @@ def test_nothing_is_changed() -> None:
     assert {parameter.dtype for parameter in root.parameters()} == {torch.float32}
 
 
-def test_what_is_in_a_pinned_sequential_is_a_unit_each_for_code_may_never_call_the_container() -> None:
+def test_what_is_in_a_pinned_sequential_is_a_unit_each() -> None:
+    """Code may never call the container."""
     root = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(Block())), "head": Block()})
     assert cut(root, "head", {"stem": "fp32"}) == (["head"], ["stem.2.0", "stem.0", "head"])
 

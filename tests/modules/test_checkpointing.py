@@ -160,7 +160,8 @@ def test_a_container_that_is_never_called_has_what_is_in_it_checkpointed(how: st
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
-def test_what_torch_jit_compiled_is_left_alone_in_a_checkpointed_module_and_refused_by_name() -> None:
+def test_what_torch_jit_compiled_is_not_checkpointed() -> None:
+    """It is left alone within a checkpointed module, and refused by its own name."""
     scripted = torch.jit.script(nn.Sequential(nn.Tanh()))
     root = nn.Sequential(Block(scripted))
     kind, before = type(scripted), root(X)

@@ -70,7 +70,8 @@ def test_a_run_is_the_one_without(net: str, checkpointing: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "selective", "save_ops": ("bmm",)}], ids=["full", "selective"])
-def test_each_backward_pass_of_a_retained_graph_computes_from_the_buffers_of_the_forward(options: Any) -> None:
+def test_a_retained_graph_computes_from_the_buffers_of_the_forward(options: Any) -> None:
+    """In each of its backward passes."""
     root = nn.Sequential(Average("in place"))
     checkpointing.apply(root, root, Checkpointing(modules="0", **options))
     loss = root(torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES)).square().sum()

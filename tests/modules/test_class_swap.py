@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from abc import ABC
 from typing import Any, Generic, TypeVar
@@ -37,23 +36,6 @@ class Shifted(Swapped):
 ONE = torch.ones(1)
 
 
-def identity() -> nn.Module:
-    return nn.Identity()
-
-
-@pytest.mark.parametrize("mixins", [(Doubled, Shifted), (Shifted, Doubled)])
-def test_a_mixin_is_taken_out_from_wherever_it_is(mixins: tuple[type[Swapped], ...]) -> None:
-    for gone, stays in ((Doubled, Shifted), (Shifted, Doubled)):
-        module = identity()
-        for mixin in mixins:
-            swap_in(module, mixin)
-        swap_out(module, gone)
-        assert not isinstance(module, gone)
-        assert isinstance(module, stays)
-        swap_out(module, stays)
-        assert type(module) is nn.Identity
-
-
 class Abstract(ABC, nn.Identity): ...
 
 
@@ -73,38 +55,6 @@ def test_a_class_whose_first_base_has_no_dict_takes_a_mixin(cls: type[nn.Module]
     assert module(ONE) == 2
     swap_out(module, Shifted)
     assert type(module) is cls
-
-
-def test_a_swapped_class_looks_like_its_base_and_is_made_once() -> None:
-    one, two = identity(), identity()
-    swap_in(one, Doubled)
-    swap_in(two, Doubled)
-    assert type(one) is type(two)
-    assert isinstance(one, nn.Identity)
-    assert (type(one).__name__, type(one).__qualname__, type(one).__module__, type(one).__doc__) == (
-        "Identity",
-        "Identity",
-        nn.Identity.__module__,
-        nn.Identity.__doc__,
-    )
-    assert repr(one) == "Identity()"
-
-
-@pytest.mark.parametrize(
-    "travel", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "copy", "pickle"]
-)
-@pytest.mark.parametrize("make", [lambda: nn.Linear(1, 1), lambda: nn.LSTM(1, 1)], ids=["", "LSTM"])
-def test_a_swapped_module_travels(make: Any, travel: Any) -> None:
-    module = nn.Sequential(make())
-    swap_in(module[0], Shifted)
-    swap_in(module, Doubled)
-    travelled = travel(module)
-    assert [type(m) for m in travelled.modules()] == [type(m) for m in module.modules()]
-    assert list(travelled.state_dict()) == list(module.state_dict())
-    if not isinstance(module[0], nn.LSTM):
-        assert travelled(ONE[None]) == module(ONE[None])
-    swap_out(travelled, Doubled)
-    assert type(travelled) is nn.Sequential
 
 
 class TestBelowFullyShard:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
 
 import lightning_mp
 from lightning_mp.modules import checkpointing
@@ -62,18 +61,6 @@ def test_a_pinned_module_is_stored_and_runs_in_its_dtype_outside_autocast(dtype:
     assert torch.is_autocast_enabled("cpu") is False
 
 
-def test_under_true_modes_the_dtype_that_came_in_comes_out() -> None:
-    root = pin(Net(), {"norm": "fp32", "head": "fp32"}, mode="bf16-true")
-    with Ran("native_layer_norm", "addmm") as ran:
-        logits = root(X.to(BF16))
-    assert ran.dtypes == [BF16, FP32, FP32]
-    assert logits.dtype == BF16
-    assert stored(root) == {
-        "body.weight": BF16, "body.bias": BF16, "norm.weight": FP32, "norm.bias": FP32,
-        "head.weight": FP32, "head.bias": FP32,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("mode", "output", "came_in", "comes_out"),
     [
@@ -98,9 +85,8 @@ def test_output_says_otherwise(mode: str, output: Any, came_in: torch.dtype, com
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("bf16-true", BF16), ("16-true", FP16), ("bf16-mixed", FP32)])
-def test_a_module_without_floating_inputs_hands_on_the_compute_dtype_under_true_modes(
-    mode: str, expected: torch.dtype
-) -> None:
+def test_without_floating_inputs_the_compute_dtype_is_handed_on(mode: str, expected: torch.dtype) -> None:
+    """Under the true modes."""
     root = pin(nn.Sequential(nn.Embedding(8, 4)), {"Embedding": "fp32"}, mode=mode)
     assert root[0].weight.dtype == FP32
     assert root(torch.tensor([1, 2])).dtype == expected
@@ -175,7 +161,8 @@ def test_a_pin_on_a_container_that_is_never_called_covers_what_is_in_it(
     assert called.dtype == (FP32 if mode.endswith("mixed") else head)
 
 
-def test_a_module_of_a_called_container_crosses_no_border_where_it_is_recomputed_alone() -> None:
+def test_a_module_recomputed_alone_crosses_no_border() -> None:
+    """Of a container that is called."""
     plain, root = (nn.Sequential(nn.Sequential(Residual(), Residual())) for _ in range(2))
     root.load_state_dict(plain.state_dict())
     pin(root, {"0": "fp32"}, mode="bf16-true")
@@ -282,22 +269,6 @@ def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
 
 
 # ---------------------------------------------------------------------- modules with ways of their own
-
-
-@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_recurrent_module(mode: str, packed: bool) -> None:
-    rnn = nn.LSTM(4, 3, num_layers=2, bidirectional=True)
-    expected = rnn(X.unsqueeze(1))[0]
-    pin(nn.ModuleDict({"rnn": rnn}), {"rnn": "fp32"}, mode=mode)
-    x = X.to(BF16 if mode == "bf16-true" else FP32)
-    nn.ModuleDict({"rnn": rnn}).to(BF16)
-    assert {parameter.dtype for parameter in rnn.parameters()} == {FP32}
-    with torch.autocast("cpu", BF16, enabled=mode.endswith("mixed")):
-        out, (hidden, cell) = rnn(pack_sequence([x]) if packed else x.unsqueeze(1))
-    out = out.data if packed else out.squeeze(1)
-    assert {out.dtype, hidden.dtype, cell.dtype} == {x.dtype}
-    torch.testing.assert_close(out.float(), expected.squeeze(1), rtol=0, atol=0 if mode == "bf16-mixed" else 1e-2)
 
 
 # ---------------------------------------------------------------------- moves

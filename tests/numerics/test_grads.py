@@ -38,9 +38,8 @@ def random_gradients(seed: int, *dtypes: torch.dtype, factor: float = 1.0) -> li
     values=st.lists(st.floats(width=32), min_size=1, max_size=5),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
 )
-def test_with_an_inverse_scale_of_1_gradients_keep_their_bits_and_the_flag_says_whether_all_are_finite(
-    values: list[float], dtype: torch.dtype
-) -> None:
+def test_an_inverse_scale_of_1_keeps_every_bit(values: list[float], dtype: torch.dtype) -> None:
+    """And the flag says whether all are finite."""
     gradient = torch.tensor(values, dtype=dtype)
     before, found = gradient.clone(), torch.zeros(())
     unscale_and_check_([gradient], torch.ones(()), found)
@@ -118,9 +117,7 @@ def test_a_step_is_the_optimizers_own_or_none_at_all(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "SGD"])
 @pytest.mark.parametrize("overflow", [True, False])
-def test_a_flag_that_is_elsewhere_than_an_offloaded_parameter_is_read_before_the_step(
-    overflow: bool, name: str
-) -> None:
+def test_a_flag_on_another_device_is_read_before_the_step(overflow: bool, name: str) -> None:
     """A fused optimizer would copy it to the CPU without waiting for it."""
     model, asked = net(), []
     optimizer, before = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=True), weights(model)

@@ -117,7 +117,8 @@ class Described(RichProgressBar):
         self.said = self._get_train_description(0).strip()
 
 
-def test_a_run_without_a_limit_of_epochs_counts_no_further_than_it_is_and_leaves_no_filter() -> None:
+def test_a_run_without_a_limit_of_epochs_leaves_no_filter() -> None:
+    """And its bar counts no further than it is."""
     with warnings.catch_warnings():
         before, bar = list(warnings.filters), Described()
         fit(

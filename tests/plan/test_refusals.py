@@ -107,9 +107,10 @@ class Recurrent(Regression):
 
 
 @pytest.mark.parametrize("half", ["16", "bf16"])
-def test_an_lstm_in_autocasts_half_precision_is_refused_where_onednn_has_none_with_the_pin_that_helps(
+def test_an_lstm_under_autocast_is_refused_where_onednn_has_none(
     half: str,
 ) -> None:
+    """With the pin that helps."""
     mixed, name = f"{half}-mixed", "fp16" if half == "16" else half
     if cpu_has_lstm(TORCH_DTYPES[name]):
         assert fit(Recurrent(), plugins=[MixedPrecisionPlan(mixed)]).state.finished

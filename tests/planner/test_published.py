@@ -104,7 +104,7 @@ def test_a_convention_gives_its_sources_own_figure(convention: str, count: int, 
         assert figure == pytest.approx(run.reported, rel=within), (run.model, run.shape.seq_len)
 
 
-def test_leaving_each_model_out_the_range_holds_what_was_measured_and_its_middle_is_near() -> None:
+def test_leaving_each_model_out_the_range_holds_what_was_measured() -> None:
     """The figures of docs/reference/planner.md."""
     found: list[tuple[Run, float]] = []
     for model in dict.fromkeys(run.model for run in HALF):

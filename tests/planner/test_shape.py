@@ -102,7 +102,7 @@ def test_memory_counts_all_experts_and_flops_those_of_a_token(case: str) -> None
     assert (found.params, found.active) == pytest.approx((counted, active), rel=within)
 
 
-def test_a_mixture_takes_the_memory_of_its_parameters_and_the_time_of_the_active_ones() -> None:
+def test_a_mixture_takes_the_memory_of_all_and_the_time_of_the_active() -> None:
     whole = ModelShape(params=40_000_000_000, layers=32, hidden=4096)
     mixture = replace(whole, active=10_000_000_000)
     run: dict[str, Any] = {"gpu": "h100-80", "gpus": 8, "precision": "bf16-mixed", "micro_batch": 8}

@@ -120,7 +120,8 @@ def test_a_fault_says_what_was_given_what_is_allowed_and_what_to_do(
         ("zzz", "remove it"),
     ],
 )
-def test_a_keyword_the_plan_does_not_have_is_refused_with_the_nearest_and_all_there_are(keyword: str, fix: str) -> None:
+def test_a_keyword_the_plan_does_not_have_is_refused(keyword: str, fix: str) -> None:
+    """With the nearest, and all there are."""
     with pytest.raises(PlanError) as error:
         MixedPrecisionPlan("16-mixed", **{keyword: None})  # type: ignore[arg-type]
     (fault,) = error.value.faults
@@ -176,6 +177,6 @@ def test_an_unknown_preset_is_refused_with_the_list(name: str, fix: str) -> None
     assert fault.fix.startswith(fix)
 
 
-def test_a_misspelt_field_is_named_with_the_nearest_one_where_it_was_the_required_one() -> None:
+def test_a_misspelt_required_field_is_named_with_the_nearest_one() -> None:
     with pytest.raises(PlanError, match=r"unknown key checkpointing\.module.*mean 'modules'"):
         PrecisionPolicy(checkpointing={"module": "*.h.*"})

@@ -302,7 +302,9 @@ def test_a_head_trained_beside_lora_is_all_that_learns() -> None:
     assert _gradients(model) == 1
 
 
-def test_what_may_feed_the_blocks_from_outside_and_the_plans_own_checkpointing_are_left_alone() -> None:
+def test_what_may_feed_the_blocks_from_outside_is_left_alone() -> None:
+    """And so is checkpointing of the plan's own."""
+
     class Seeing(nn.Module):
         def __init__(self) -> None:
             super().__init__()

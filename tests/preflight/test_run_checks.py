@@ -64,9 +64,8 @@ def test_a_step_that_raises_is_named_with_the_users_own_line(how: str, said: str
         assert finding.severity == "error"
 
 
-def test_on_the_command_line_it_is_the_first_batch_of_the_data_unless_a_step_takes_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_command_line_it_is_the_first_batch_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a step takes long."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {_target_: preflight.test_run_checks.Raises, how: its own}\n"

@@ -87,35 +87,6 @@ def test_a_file_of_the_users_is_never_overwritten(tmp_path: Path, name: str, res
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_a_run_that_resumes_drops_the_steps_that_it_makes_again(tmp_path: Path) -> None:
-    folder = RunFolder.open(tmp_path, writer="A", owner=object())
-    for step in range(6):
-        folder.metrics(step, {"train/loss": 1.0})
-        folder.fp8(step, {})
-    folder.metrics(4, {"val/loss": 2.0})
-    folder.metrics(6, {"val/loss": 2.0})
-    folder.event(EVENT)
-    folder.close("A")
-    for name in ("metrics.jsonl", "events.jsonl"):
-        with (tmp_path / name).open("ab") as file:
-            file.write(b'{"step": 1, "train/lo\xff')  # killed while it wrote
-    folder = RunFolder.open(tmp_path, writer="A", owner=object(), resumed_at=4)
-    folder.metrics(4, {"train/loss": 1.0})
-    folder.event(EVENT)
-    folder.close("A")
-    rows = _lines(tmp_path / "metrics.jsonl")
-    assert [(row["step"], "val/loss" in row) for row in rows] == [
-        (0, False),
-        (1, False),
-        (2, False),
-        (3, False),
-        (4, True),
-        (4, False),
-    ]
-    assert [row["step"] for row in _lines(tmp_path / "fp8.jsonl")] == [0, 1, 2, 3]
-    assert len(_lines(tmp_path / "events.jsonl")) == 2
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = RunFolder.open(tmp_path, writer="A", owner=object())
