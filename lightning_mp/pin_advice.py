@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from statistics import median_high
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_mp.compat.lightning import move_data_to_device
+from lightning_mp.compat.lightning import LightningModule, move_data_to_device
 from lightning_mp.errors import Faults, PlanError
+from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, original_class
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, describe, floating_in, to_torch
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, describe, floating_in, map_tensors, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.eager import EagerEngine
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import loss_of, output_in
-from lightning_mp.policy import Pin, PrecisionPolicy
+from lightning_mp.policy import FP8, LossScaling, Pin, PrecisionPolicy
+
+if TYPE_CHECKING:
+    from lightning_mp.comparison.results import Comparison
 
 #: half a unit in the last place of a number in the format, relative to it
 ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in TORCH_DTYPES.items()}
-#: a module's own error, in roundoffs, above which it is flagged. Measured: healthy up to 1.9, harmful from 9.5 on
+#: a module's own error, in roundoffs, above which it is flagged. Measured: healthy up to 1.9, harmful from 9.5 on. That
+#: of its gradients is in roots of a roundoff, by which they move where rounding turns a ReLU on or off: healthy up to 2
 HARMFUL = 4.0
+#: the share of the parameters that pins may cover, more is no pin but fp32; and where gradients alone err, of which
+#: in a deep net every part does a little
+SHARE, SHARE_BACK = 0.95, 0.5
 #: an error of the gradients up to which it is rounding alone: in roundoffs, or as a number, whichever is larger
 ORDINARY, LEAST = 10.0, 0.02
 #: a gradient below this share of the median is rounding alone (a bias before a BatchNorm), and is left out
 ROUNDING_ALONE = 1e-4
 #: the share of a class's modules that has to do harm before the class is pinned instead of the modules
 KIND = 0.7
+#: a row's error under FP8, of itself, above which its layer is flagged: healthy layers have up to 0.07
+HARMFUL_FP8 = 0.25
 #: how many patterns are tried at most; each costs a backward pass of every batch
 TRIED = 12
+#: how many powers of 16 below the lowest scale of the plan's rule are tried
+LOWER = 6
+#: how many pairs of runs confirm what is suggested, and of how many steps
+SEEDS, STEPS = 4, 40
 
 #: gradients of a batch by parameter name
 Gradients = dict[str, Tensor]
@@ -45,10 +60,10 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PinRow:
-    """One suggested pin.
+    """One suggested pin, or a layer to leave out of FP8.
 
     ``modules`` and ``params`` are the numbers of modules with parameters, and of parameters, that it covers;
-    ``error_before`` is the error of the gradients without this pin, ``error_after`` with it, both with the other pins.
+    ``error_before`` is the error of the gradients without this row, ``error_after`` with it, both with the others.
     """
 
     pattern: str
@@ -71,37 +86,101 @@ class PinAdvice:
     error_before: float
     error_after: float
     policy: PrecisionPolicy
+    #: where the plan is FP8: layers that are worth leaving out of it, and the errors under FP8 without and with that
+    fp8_rows: tuple[PinRow, ...] = ()
+    fp8_errors: tuple[float, float] | None = None
+    #: where the backward pass overflows at every scale of the plan's rule, and no pin helps: the scale that would do
+    scale: float | None = None
+    #: the runs with and without what is suggested, where they were asked for
+    comparison: Comparison | None = None
 
     @property
     def pins(self) -> dict[str, str]:
         """Pattern to dtype, most harmful first; empty where there is nothing to gain."""
         return {row.pattern: row.dtype for row in self.rows}
 
+    @property
+    def fp8_skip(self) -> tuple[str, ...]:
+        """Names for ``FP8(skip=...)``, besides the plan's own."""
+        return tuple(row.pattern for row in self.fp8_rows)
+
+    @property
+    def confirmed(self) -> bool | None:
+        """Whether runs without what is suggested end with a higher loss; ``None`` where none were asked for."""
+        return None if self.comparison is None else self.comparison.verdict == "worse"
+
+    def suggested(self) -> PrecisionPolicy:
+        """The plan's policy with everything that is suggested."""
+        pins = (*(Pin(row.pattern, row.dtype) for row in self.rows), *self.policy.pins)
+        fp8, rule = self.policy.fp8, self.policy.loss_scaling
+        if fp8 is not None:
+            own = (fp8.skip,) if isinstance(fp8.skip, str) else fp8.skip
+            fp8 = replace(fp8, skip=(*own, *self.fp8_skip))
+        if rule is not None and self.scale is not None:
+            rule = replace(rule, init_scale=self.scale, min_scale=0.0)
+        return replace(self.policy, pins=pins, fp8=fp8, loss_scaling=rule)
+
     def to_dict(self) -> dict[str, Any]:
-        """``pins`` and ``rows``, as plain values."""
-        return {"pins": self.pins, "rows": [asdict(row) for row in self.rows]}
+        """``pins`` and ``rows``, as plain values; ``fp8_skip``, ``scale`` and ``confirmed`` where there are any."""
+        found: dict[str, Any] = {"pins": self.pins, "rows": [asdict(row) for row in self.rows]}
+        if self.fp8_errors is not None:
+            found |= {"fp8_skip": list(self.fp8_skip), "fp8_rows": [asdict(row) for row in self.fp8_rows]}
+        several = {"scale": self.scale, "confirmed": self.confirmed}
+        return found | {name: value for name, value in several.items() if value is not None}
 
     def __str__(self) -> str:
+        lines = self._of_pins()
+        if self.scale is not None:
+            rule = self.suggested().loss_scaling
+            lines += [
+                "The backward pass overflows from a finite loss, at every scale of the plan's rule.",
+                f"At {self.scale:g} it does not: write loss_scaling={rule!r}, or divide the loss.",
+            ]
+        if self.fp8_errors is not None:
+            lines += self._of_fp8(*self.fp8_errors)
+        if self.comparison is not None:
+            one = self.comparison.differences[0]
+            runs = f"{len(self.comparison.seeds)} pairs of runs of {self.comparison.steps} steps"
+            word = "Confirmed" if self.confirmed else "Not confirmed"
+            lines.append(f"{word} by {runs}: the loss without it is {one.verdict} ({one.reason}).")
+        return "\n".join(lines)
+
+    def _of_pins(self) -> list[str]:
         precision, before = self.policy.precision, f"{self.error_before:.2g}"
+        precision = "bf16-mixed" if self.policy.fp8 is not None else precision
         if not self.rows:
+            if self.scale is not None:
+                return []
             differ = f"under {precision} gradients differ from fp32's by {before}"
-            return f"No pins: {differ}, which is rounding, or no pin halves it."
-        width = max(len("pattern"), *(len(row.pattern) for row in self.rows))
-        lines = [f"{'pattern':{width}}  dtype  modules  without   with      params"]
-        lines += [
-            f"{row.pattern:{width}}  {row.dtype:5}  {row.modules:7}  {row.error_before:<8.2g}  {row.error_after:<8.2g}"
-            f"  {row.params:,}"
-            for row in self.rows
-        ]
+            return [f"No pins: {differ}, which is rounding, or no pin halves it."]
         whole = {**self.pins, **{pin.pattern: pin.dtype for pin in self.policy.pins if pin.pattern not in self.pins}}
         extra = sum(row.params for row in self.rows) * (4 - to_torch(self.policy.compute_dtype).itemsize)
         held = "computed with in fp32" if self.policy.mixed else "stored in fp32"
-        lines += [
+        return [
+            *_table(self.rows, "pattern"),
             f"Gradients differ from fp32's by {before} under {precision}, by {self.error_after:.2g} with these pins.",
-            f"Write MixedPrecisionPlan({precision!r}, pins={whole!r}).",
+            f"Write MixedPrecisionPlan({self.policy.precision!r}, pins={whole!r}).",
             f"They are {held}: {extra:,} bytes more for each copy of these weights.",
         ]
-        return "\n".join(lines)
+
+    def _of_fp8(self, before: float, after: float) -> list[str]:
+        if not self.fp8_rows:
+            return [f"No layer to leave out of FP8: with it gradients differ from fp32's by {before:.2g}."]
+        fp8 = cast("FP8", self.suggested().fp8)
+        return [
+            *_table(self.fp8_rows, "layer"),
+            f"In FP8 gradients differ from fp32's by {before:.2g}, by {after:.2g} without these layers.",
+            f"Write FP8(skip={list(fp8.skip)!r}).",
+        ]
+
+
+def _table(rows: Sequence[PinRow], head: str) -> list[str]:
+    width = max(len(head), *(len(row.pattern) for row in rows))
+    return [f"{head:{width}}  dtype  modules  without   with      params"] + [
+        f"{row.pattern:{width}}  {row.dtype:5}  {row.modules:7}  {row.error_before:<8.2g}  {row.error_after:<8.2g}"
+        f"  {row.params:,}"
+        for row in rows
+    ]
 
 
 def suggest_pins(
@@ -112,19 +191,24 @@ def suggest_pins(
     steps: int = 8,
     tolerance: float = 0.1,
     max_pins: int = 4,
+    confirm: bool = False,
 ) -> PinAdvice:
     """Find the fewest modules that, pinned to fp32, bring the plan's gradients as near to fp32's as rounding allows.
 
-    Copies of ``module`` run forward and backward on its device, about ten passes a batch and more where something is
-    wrong; the gradients of every batch are kept. ``module`` and the generators are as before. Dropout is off.
+    Under FP8 also the layers that are better left out of it; where a finite loss has infinite gradients and no pin
+    helps, the loss scale that would do. Copies of ``module`` run forward and backward on its device, about ten passes a
+    batch and more where something is wrong; the gradients of every batch are kept. ``module`` and the generators are as
+    before. Dropout is off.
 
     Args:
         module: a LightningModule, whose ``training_step`` returns the loss, or a module that returns one.
         batches: as the loop draws them; at most ``steps`` are.
-        plan: a plan, or its precision; its pins stay. FP8 products are measured as the bf16 ones that they replace.
+        plan: a plan, or its precision; its pins stay. FP8 is emulated where the device has none.
         steps: how many batches at most.
         tolerance: a pin is left out where that gives up no more than this part of what the pins gain.
-        max_pins: how many pins at most.
+        max_pins: how many pins at most, and layers to leave out of FP8.
+        confirm: train copies with and without what is suggested, by ``compare``: 4 pairs of runs of 40 steps on the
+            batches drawn, in another order each. It needs a LightningModule.
 
     Raises:
         PlanError: no batch, no scalar loss, gradients that are not finite in fp32 either, a plan that the module cannot
@@ -138,15 +222,33 @@ def suggest_pins(
         if first is None:
             fix = "have configure_model() or setup() make them first"
             faults.add(f"{type(module).__name__} without parameters", fix=fix)
+        if confirm and not isinstance(module, LightningModule):
+            given = f"confirm=True with a {type(module).__name__}, which has no optimizer"
+            faults.add(given, fix="give a LightningModule")
     device = faults.unwrap(first).device
     generators = rng_state(device)
     try:
         drawn = list(islice(batches, steps))
         if not drawn:
             raise PlanError.of(f"batches={batches!r} hold none", "give a list, or a loader", "suggest_pins")
-        return _Search(module, drawn, plan, device, generators).advice(tolerance, max_pins)
+        advice = _Search(module, drawn, plan, device, generators).advice(tolerance, max_pins)
+        found = bool(advice.rows or advice.fp8_rows or advice.scale)
+        return _confirmed(advice, cast("Any", module), drawn, device) if confirm and found else advice
     finally:
         set_rng_state(generators, device)
+
+
+def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], device: torch.device) -> PinAdvice:
+    """The advice with the runs that tell whether it lowers the loss."""
+    from lightning_mp.comparison.compare import compare  # here: it loads what draws its pages
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(cast("Any", batches), batch_size=None, shuffle=True, collate_fn=deepcopy)
+
+    plans = {"with it": advice.suggested(), "without it": advice.policy}
+    accelerator = "cpu" if device.type == "cpu" else "auto"
+    found = compare(module, loader, plans, seeds=SEEDS, steps=STEPS, accelerator=accelerator)
+    return replace(advice, comparison=found)
 
 
 class _Search:
@@ -159,10 +261,12 @@ class _Search:
         if policy.precision == "auto":
             policy = for_strategy.resolved(policy, describe(device), module)
         precision = "bf16-mixed" if policy.fp8 is not None else policy.precision
-        self.policy = replace(policy, precision=precision, fp8=None, checkpointing=None)
+        self._given, self.policy = policy, replace(policy, precision=precision, fp8=None, checkpointing=None)
+        #: the policies under which a finite loss has infinite gradients, at every scale of their rule
+        self._stuck: set[PrecisionPolicy] = set()
         self._reference = PrecisionPolicy(precision="32-true")
         self._module, self._batches, self._device, self._rng = module, batches, device, rng
-        self._errors: dict[tuple[str, ...], float | None] = {}
+        self._errors: dict[PrecisionPolicy, float | None] = {}
         self._exact = list(self._gradients(self._reference))
         for index, found in enumerate(self._exact):
             if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
@@ -203,8 +307,7 @@ class _Search:
         """Of each batch in fp32, unscaled; under fp16 from the highest scale at which they are finite."""
         copied = self._prepared(policy)
         named = [(name, one) for name, one in copied.named_parameters() if one.requires_grad]
-        rule = policy.loss_scaling
-        scales = [1.0] if rule is None else [rule.init_scale / 16**power for power in range(5)]
+        scales = [1.0] if policy.loss_scaling is None else _scales(policy.loss_scaling)
         for batch in self._batches:
             loss = self._loss(copied, batch, policy)
             found: Gradients = {}
@@ -215,103 +318,221 @@ class _Search:
                 found = {name: gradient.float() / scale for (name, _), gradient in pairs if gradient is not None}
                 if all(bool(gradient.isfinite().all()) for gradient in found.values()):
                     break
+            else:
+                self._stuck |= {policy} if bool(loss.isfinite()) else set()
             yield found
 
     def error(self, patterns: Sequence[str]) -> float | None:
         """The error of the gradients with these pins, 0 to 1; ``None`` where the module does not run with them."""
-        key = tuple(patterns)
-        if key not in self._errors:
-            pins = (*(Pin(pattern, "fp32") for pattern in key), *self.policy.pins)
+        pins = tuple(Pin(pattern, "fp32") for pattern in patterns)
+        return self._error(replace(self.policy, pins=(*pins, *self.policy.pins)))
+
+    def _error(self, policy: PrecisionPolicy) -> float | None:
+        if policy not in self._errors:
             try:
-                found = self._gradients(replace(self.policy, pins=pins))
-                self._errors[key] = _distance(self._exact, found)
+                self._errors[policy] = _distance(self._exact, self._gradients(policy))
             except Exception:
-                if not key:
-                    raise  # it does not run without them either
-                self._errors[key] = None
-        return self._errors[key]
+                if policy == self.policy:
+                    raise  # it does not run without pins either
+                self._errors[policy] = None
+        return self._errors[policy]
 
     # ------------------------------------------------------------------ the error of each module
 
-    def harmful(self) -> dict[str, float]:
-        """Names of the innermost modules that add an error of their own, in roundoffs, beyond what rounding does."""
-        found: dict[str, float] = {}
-        for batch in self._batches[:2]:
-            copied, planned = self._prepared(self._reference), dict(self._prepared(self.policy).named_modules())
-            with _each_call(copied, planned, self._own_error, found):
-                self._loss(copied, batch, self._reference)
-        flagged = {name: error for name, error in found.items() if error > HARMFUL}
+    def harmful(self, *, back: bool) -> dict[str, float]:
+        """Names of the innermost modules that add an error of their own beyond what rounding does, and that error.
+
+        ``back``: to their gradients, infinite where those alone overflow; else to their outputs.
+        """
+        flagged = {name: error for name, error in self._own_errors(self.policy, back=back).items() if error > HARMFUL}
         return {
             name: error for name, error in flagged.items() if not any(other.startswith(f"{name}.") for other in flagged)
         }
 
-    def _own_error(self, exact: nn.Module, planned: nn.Module, args: Any, kwargs: Any) -> float:
-        dtype = to_torch(self.policy.compute_dtype)
-        rounded = cast_floating((args, kwargs), dtype)
-        outputs: list[Any] = []
-        for one, given, mixed in (
-            (planned, rounded, self.policy.mixed),
-            (exact, cast_floating(rounded, torch.float32), False),
-        ):
-            set_rng_state(self._rng, self._device)
-            positional, keywords = deepcopy(given)
-            with torch.autocast(self._device.type, dtype, enabled=mixed, cache_enabled=False):
-                outputs.append(one(*positional, **keywords))
-        pairs = zip(*map(floating_in, outputs), strict=True)
-        roundoff = ROUNDOFF[self.policy.compute_dtype]
-        return max((_relative(ours, theirs) / roundoff for ours, theirs in pairs), default=0.0)
+    def _own_errors(self, policy: PrecisionPolicy, *, back: bool) -> dict[str, float]:
+        """By name, the largest error of a module's calls beyond its inputs'; under FP8 that of the converted ones."""
+        found: dict[str, float] = {}
+        for batch in self._batches[:2]:
+            exact, planned = self._prepared(self._reference), dict(self._prepared(policy).named_modules())
+            wanted = [name for name, one in planned.items() if name and (policy.fp8 is None or is_converted(one))]
+            for call in self._calls(exact, batch, wanted, policy, back=back):
+                try:
+                    error = self._own_error(exact.get_submodule(call.name), planned[call.name], call, policy)
+                except Exception:  # a module that cannot be called by itself, or with rounded inputs
+                    error = 0.0
+                found[call.name] = max(found.get(call.name, 0.0), error)
+        return found
+
+    def _calls(
+        self, exact: nn.Module, batch: Any, wanted: Sequence[str], policy: PrecisionPolicy, *, back: bool
+    ) -> list[_Call]:
+        """Every call of the modules ``wanted`` in a step in fp32, its inputs rounded; ``back``: with gradients."""
+        calls, waiting, dtype = list[_Call](), dict[str, Any](), to_torch(policy.compute_dtype)
+
+        def begins(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+            # before the call, which may change them in place
+            waiting[name] = cast_floating(map_tensors((args, kwargs), Tensor.detach), dtype)
+
+        def ends(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            calls.append(_Call(name, *waiting.pop(name)))
+            for index, tensor in enumerate(floating_in(output)):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(calls[-1].gradients.__setitem__, index))
+
+        with ExitStack() as stack:
+            for name in wanted:
+                module = exact.get_submodule(name)
+                stack.callback(module.register_forward_pre_hook(partial(begins, name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(ends, name)).remove)
+            loss = self._loss(exact, batch, self._reference)
+        if back:
+            torch.autograd.grad(loss, [one for one in exact.parameters() if one.requires_grad], allow_unused=True)
+        return calls
+
+    def _own_error(self, exact: nn.Module, planned: nn.Module, call: _Call, policy: PrecisionPolicy) -> float:
+        roundoff = ROUNDOFF[policy.compute_dtype]
+        ours, gradients = self._again(planned, call, policy)
+        theirs, exact_gradients = self._again(exact, call, policy, exactly=True)
+        outputs = list(zip(ours, theirs, strict=True))
+        known = [(a, b) for a, b in zip(gradients, exact_gradients, strict=True) if a is not None and b is not None]
+        least = ROUNDING_ALONE * max((one.norm().item() for _, one in known), default=0.0)
+        back = [_relative(one, other) for one, other in known if other.norm().item() > least]
+        if policy.fp8 is not None:
+            return max([*back, *(_relative_rows(*pair) for pair in outputs)], default=0.0)
+        if call.gradients:
+            return max(back, default=0.0) / roundoff**0.5
+        return max((_relative(*pair) / roundoff for pair in outputs), default=0.0)
+
+    def _again(
+        self, module: nn.Module, call: _Call, policy: PrecisionPolicy, *, exactly: bool = False
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """A call's outputs, and the gradients of inputs and weights at the lowest scale, of one that is finite there.
+
+        ``exactly``: in fp32, on the same rounded numbers.
+        """
+        back, half, leaves = bool(call.gradients), to_torch(self.policy.compute_dtype), list[Tensor]()
+
+        def given(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            leaves.append((tensor.float() if exactly else tensor).requires_grad_(back))
+            return leaves[-1].clone()  # a leaf could not be changed in place
+
+        set_rng_state(self._rng, self._device)
+        args, kwargs = map_tensors(deepcopy((call.args, call.kwargs)), given)
+        autocast = torch.autocast(self._device.type, half, enabled=policy.mixed and not exactly, cache_enabled=False)
+        with autocast, torch.set_grad_enabled(back):
+            outputs = floating_in(module(*args, **kwargs))
+        scale = 1.0 if policy.loss_scaling is None else _scales(policy.loss_scaling)[-1]
+        known = [(outputs[at], (one * scale).to(half)) for at, one in call.gradients.items()]
+        if not known or not all(bool(gradient.isfinite().all()) for _, gradient in known):
+            return outputs, []
+        of = [*leaves, *(one for one in module.parameters() if one.requires_grad)]
+        ends, rounded = zip(*((output, gradient.to(output.dtype)) for output, gradient in known), strict=True)
+        found: Any = torch.autograd.grad(ends, of, rounded, allow_unused=True)
+        return outputs, list(found)
 
     # ------------------------------------------------------------------ pins
 
-    def advice(self, tolerance: float, max_pins: int) -> PinAdvice:
-        """The pins, each with the error without and with it."""
+    def advice(self, tolerance: float, most: int) -> PinAdvice:
+        """The pins, each with the error without and with it; the layers to leave out of FP8, or the scale, likewise."""
         before = cast("float", self.error(()))
-        kept: list[str] = []
+        rows: list[PinRow] = []
         if before > max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype]):
-            kept = self._fewest(self._harmful_patterns(), before, tolerance)
-            kept = kept or self._fewest(self._kinds(), before, tolerance)
-        rows = [self._row(pattern, kept) for pattern in kept]
-        rows = sorted(rows, key=lambda row: row.error_before, reverse=True)[:max_pins]
+            rows = self._pins(before, tolerance, most, back=False) or self._pins(before, tolerance, most, back=True)
         after = self.error([row.pattern for row in rows])
-        return PinAdvice(tuple(rows), before, before if after is None else after, self.policy)
+        scale = None if rows else self._scale(before)
+        advice = PinAdvice(tuple(rows), before, before if after is None else after, self._given, scale=scale)
+        return advice if self._given.fp8 is None else self._without_fp8(advice, tolerance, most)
 
-    def _harmful_patterns(self) -> list[str]:
-        """Patterns of what does harm, worst first."""
-        harmful, named = self.harmful(), list(named_submodules(self._module))
+    def _pins(self, before: float, tolerance: float, most: int, *, back: bool) -> list[PinRow]:
+        harmful, named = self.harmful(back=back), list(named_submodules(self._module))
         worst = sorted(harmful, key=lambda name: -harmful[name])
-        return list(dict.fromkeys(_pattern(name, harmful, named) for name in worst))
+        patterns = dict.fromkeys(_pattern(name, harmful, named) for name in worst)
+        rows = self._fewest(list(patterns), before, tolerance, most, self.error, "fp32")
+        share = SHARE_BACK if back and self.policy not in self._stuck else SHARE
+        covered, whole = sum(row.params for row in rows), sum(one.numel() for one in self._module.parameters())
+        return rows if covered <= share * whole else []
 
-    def _kinds(self) -> list[str]:
-        """Classes of modules, the smallest first, for errors that arise in the backward pass alone."""
-        sizes: dict[str, int] = {}
-        for _, module in named_submodules(self._module):
-            kind, size = original_class(module).__name__, sum(one.numel() for one in module.parameters())
-            if has_own_forward(module) and size:
-                sizes[kind] = sizes.get(kind, 0) + size
-        return sorted(sizes, key=lambda kind: sizes[kind])
+    def _scale(self, before: float) -> float | None:
+        """The highest scale, below those of the rule, at which gradients of a finite loss do not overflow."""
+        rule = self.policy.loss_scaling
+        if rule is None or self.policy not in self._stuck:
+            return None
+        for power in range(1, LOWER + 1):
+            scale = _scales(rule)[-1] / 16**power
+            error = self._error(replace(self.policy, loss_scaling=LossScaling.static(scale)))
+            if error is not None and error <= before / 2:
+                return scale
+        return None
 
-    def _fewest(self, patterns: list[str], before: float, tolerance: float) -> list[str]:
-        """Pins that together at least halve the error, without those that can go; none where they do not halve it."""
-        kept = [pattern for pattern in patterns[:TRIED] if self.error([pattern]) is not None]
+    def _without_fp8(self, advice: PinAdvice, tolerance: float, most: int) -> PinAdvice:
+        """With the layers that are better left out of FP8, all else as advised."""
+        policy = replace(advice.suggested(), checkpointing=None)
+        rule = cast("FP8", policy.fp8)
+        rule = replace(rule, emulate=rule.emulate or self._device.type != "cuda")
+
+        def error(names: Sequence[str]) -> float | None:
+            skip = (rule.skip,) if isinstance(rule.skip, str) else rule.skip
+            return self._error(replace(policy, fp8=replace(rule, skip=(*skip, *names))))
+
+        own = self._own_errors(policy := replace(policy, fp8=rule), back=True)
+        before = self._errors[policy] = _distance(self._exact, self._gradients(policy))
+        flagged = {name: one for name, one in own.items() if one > HARMFUL_FP8}
+        linear = [(name, one) for name, one in named_submodules(self._module) if name in own]
+        worst = sorted(flagged, key=lambda name: -flagged[name])
+        patterns = dict.fromkeys(_pattern(name, flagged, linear, by_class=False) for name in worst)
+        rows = self._fewest(list(patterns), before, tolerance, most, error, "bf16")
+        after = error([row.pattern for row in rows])
+        return replace(advice, fp8_rows=tuple(rows), fp8_errors=(before, before if after is None else after))
+
+    def _fewest(
+        self,
+        patterns: list[str],
+        before: float,
+        tolerance: float,
+        most: int,
+        error: Callable[[Sequence[str]], float | None],
+        dtype: str,
+    ) -> list[PinRow]:
+        """Patterns that together halve the error at least, without those that can go; none where they do not."""
+        kept = [pattern for pattern in patterns[:TRIED] if error([pattern]) is not None]
         # All together first: where two heads overflow, pinning one alone does not help.
-        best = self.error(kept) if kept else None
+        best = error(kept) if kept else None
         if best is None or best > before / 2:
             return []
         for pattern in kept[::-1]:
             fewer = [other for other in kept if other != pattern]
-            error = self.error(fewer)
-            if error is not None and error <= best + tolerance * (before - best):
+            found = error(fewer)
+            if found is not None and found <= best + tolerance * (before - best):
                 kept = fewer
-        return kept
+        errors = {pattern: error([other for other in kept if other != pattern]) for pattern in kept}
+        rows = [self._row(pattern, dtype, errors[pattern], error(kept)) for pattern in kept]
+        return sorted(rows, key=lambda row: row.error_before, reverse=True)[:most]
 
-    def _row(self, pattern: str, kept: Sequence[str]) -> PinRow:
+    def _row(self, pattern: str, dtype: str, before: float | None, after: float | None) -> PinRow:
         covered = [one for name, one in named_submodules(self._module) if matches(pattern, name, one)]
         below = {id(one): one for root in covered for one in root.modules()}
         owners = [one for one in below.values() if next(one.parameters(recurse=False), None) is not None]
         parameters = {id(one): one.numel() for owner in owners for one in owner.parameters(recurse=False)}
-        errors = [self.error([other for other in kept if other != pattern]), self.error(kept)]
-        before, after = (1.0 if error is None else error for error in errors)
-        return PinRow(pattern, "fp32", len(owners or covered), before, after, sum(parameters.values()))
+        before, after = (1.0 if error is None else error for error in (before, after))
+        return PinRow(pattern, dtype, len(owners or covered), before, after, sum(parameters.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a module: floating inputs rounded to the half format, and the fp32 gradients of its outputs."""
+
+    name: str
+    args: Any
+    kwargs: Any
+    gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+
+def _scales(rule: LossScaling) -> list[float]:
+    """The scales that the rule may come down to, highest first: every sixteenth, and its floor."""
+    floor = max(rule.floor, 2.0**-40)
+    return [*(one for power in range(40) if (one := rule.init_scale / 16**power) > floor), floor]
 
 
 # ------------------------------------------------------------------ numbers and names
@@ -342,39 +563,21 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
     return (ours - theirs).norm().item() / scale if scale else 0.0
 
 
-@contextmanager
-def _each_call(
-    root: nn.Module, planned: Mapping[str, nn.Module], own_error: Callable[..., float], found: dict[str, float]
-) -> Generator[None, None, None]:
-    """Within, every call of a module below ``root`` is measured; ``found`` gets the largest error of each name."""
-    inside = False
-
-    def called(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal inside
-        if inside:
-            return
-        inside = True
-        try:
-            with torch.no_grad():
-                found[name] = max(found.get(name, 0.0), own_error(module, planned[name], args, kwargs))
-        except Exception:  # a module that cannot be called by itself, or with rounded inputs
-            found.setdefault(name, 0.0)
-        finally:
-            inside = False
-
-    with ExitStack() as stack:
-        for name, module in root.named_modules():
-            if name:
-                hook = module.register_forward_pre_hook(partial(called, name), with_kwargs=True)
-                stack.callback(hook.remove)
-        yield
+def _relative_rows(ours: Tensor, theirs: Tensor) -> float:
+    """The root mean square, over rows that are not zero, of the relative differences, each at most 1."""
+    ours, theirs = (one.detach().float().reshape(-1, one.shape[-1]) for one in (ours, theirs))
+    norms = theirs.norm(dim=1)
+    errors = ((ours - theirs).norm(dim=1) / norms)[norms > 0].nan_to_num(1.0, 1.0).clamp(max=1.0)
+    return errors.square().mean().sqrt().item() if errors.numel() else 0.0
 
 
-def _pattern(name: str, harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]]) -> str:
+def _pattern(
+    name: str, harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]], *, by_class: bool = True
+) -> str:
     """The module's class, or the last part of its name, where most modules of that do harm; else its whole name."""
     kinds = {other: original_class(module).__name__ for other, module in named if has_own_forward(module)}
     last = name.rpartition(".")[2]
-    for pattern in (kinds[name], last):
+    for pattern in (kinds[name], last) if by_class else (last,):
         same = [other for other in kinds if pattern in (kinds[other], other.rpartition(".")[2])]
         several = len(same) > 1 and not pattern.isdigit()
         if several and sum(other in harmful for other in same) >= KIND * len(same):

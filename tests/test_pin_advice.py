@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from conformance.families import FAMILIES
-from lightning_mp import MixedPrecisionPlan, PlanError, suggest_pins
+from lightning_mp import FP8, MixedPrecisionPlan, Pin, PlanError, suggest_pins
 from support.comparing import same
 from support.models import Regression, batches
 
@@ -111,6 +112,11 @@ def _batches() -> list[tuple[Tensor, Tensor]]:
     return [(x, x.sum(1) / math.sqrt(WIDTH)) for x in torch.randn(3, 16, WIDTH, generator=made)]
 
 
+def loader() -> DataLoader[Any]:
+    """The same, as of a config."""
+    return DataLoader(cast("Any", _batches()), batch_size=None)
+
+
 class OfFamily(LightningModule):
     """One of conformance's families, and its own loss."""
 
@@ -158,6 +164,170 @@ def test_what_does_harm_is_found(name: str) -> None:
     assert f"pins={advice.pins!r}" in text
     assert "bytes" in text
     assert advice.to_dict()["pins"] == advice.pins
+
+
+# ---------------------------------------------------------------------- the backward pass alone
+
+
+class Written(nn.Module):
+    """A norm of plain operators: the derivative of its root is the third power of what it divides by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+class Normed(LightningModule):
+    """Small numbers through that norm: the output is of size 1, and 316 ** 3 is no number of fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.head = nn.Linear(WIDTH, WIDTH), Written(), nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.mse_loss(self.head(self.norm(self.first(batch[0]) * 1e-3)).squeeze(-1), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+class Loud(Mlp):
+    """A loss of size 1e8, whose gradients fp16 does not have, in whatever module."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y).float() * 1e8
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_an_overflow_in_backward_alone_is_a_pin_of_the_module_that_it_is_in(precision: str) -> None:
+    advice = suggest_pins(Normed(), _batches(), precision)
+    assert (advice.pins, advice.scale) == ({"norm": "fp32"}, None), str(advice)
+    assert advice.error_before > 0.5  # two of three gradients are infinite
+    assert advice.error_after < 0.02
+
+
+def test_where_no_pin_helps_it_is_the_scale_that_would_do() -> None:
+    plan = MixedPrecisionPlan("16-mixed")
+    advice = suggest_pins(Loud(), _batches(), plan)
+    assert advice.pins == {}
+    assert advice.scale is not None
+    assert advice.scale < 1
+    text = str(advice)
+    assert "overflows from a finite loss" in text
+    assert f"write loss_scaling=LossScaling(init_scale={advice.scale!r}, min_scale=0.0)" in text
+    assert advice.to_dict() == {"pins": {}, "rows": [], "scale": advice.scale}
+    rule = advice.suggested().loss_scaling
+    again = suggest_pins(Loud(), _batches(), MixedPrecisionPlan("16-mixed", loss_scaling=rule))
+    assert (again.pins, again.scale) == ({}, None)
+    assert again.error_before < advice.error_before / 2
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_healthy_resnet_whose_relus_rounding_flips_needs_none(precision: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = [FAMILIES["resnet"].batch(generator) for _ in range(3)]
+    advice = suggest_pins(OfFamily("resnet"), data, precision)
+    assert advice.error_before > 0.02  # else nothing is looked for
+    assert advice.pins == {}, str(advice)
+
+
+# ---------------------------------------------------------------------- FP8
+
+
+class Sunk(nn.Module):
+    """Blocks, and a layer before a norm: its first row may be far larger than the rest, or its last column."""
+
+    def __init__(self, row: float = 1.0, column: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.mix, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("rows", torch.ones(64, 1), persistent=False)
+        self.register_buffer("columns", torch.ones(WIDTH), persistent=False)
+        self.rows[0], self.columns[-1] = row, column
+        if column != 1.0:
+            nn.init.zeros_(self.mix.weight[:, -1:].detach())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.into(x)
+        hidden = (hidden + self.blocks(hidden)) * self.rows * self.columns
+        return functional.mse_loss(self.head(self.after(self.mix(hidden))), y)
+
+
+def _tokens() -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(3)
+    return [(x, x.flip(1)) for x in torch.randn(3, 64, WIDTH, generator=made)]
+
+
+def _fp8(recipe: Any, **options: Any) -> MixedPrecisionPlan:
+    pytest.importorskip("torchao")
+    return MixedPrecisionPlan("fp8-mixed", fp8=FP8(recipe=recipe, small="convert", **options))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+def test_a_healthy_model_needs_no_layer_left_out_of_fp8(recipe: str) -> None:
+    advice = suggest_pins(Sunk(), _tokens(), _fp8(recipe))
+    assert (advice.pins, advice.fp8_skip) == ({}, ())
+    assert "No layer to leave out of FP8" in str(advice)
+    assert advice.to_dict()["fp8_skip"] == []
+
+
+FLUSHED = {
+    "a row, one scale a tensor": ({"row": 1e5}, "tensorwise"),
+    "a column, one scale a row": ({"column": 1e7}, "rowwise"),
+    "a column, one scale a block": ({"column": 1e7}, "mxfp8"),
+}
+
+
+@pytest.mark.parametrize("case", FLUSHED)
+def test_a_layer_whose_numbers_fp8_flushes_to_zero_is_named_with_its_gain(case: str) -> None:
+    sizes, recipe = FLUSHED[case]
+    module = Sunk(**sizes)
+    before = _state(module)
+    advice = suggest_pins(module, _tokens(), _fp8(recipe, skip="head"))
+    assert same(before, _state(module))
+    assert (advice.pins, advice.fp8_skip) == ({}, ("mix",)), str(advice)
+    (row,) = advice.fp8_rows
+    assert (row.dtype, row.modules, row.params) == ("bf16", 1, WIDTH * (WIDTH + 1))
+    assert row.error_after < row.error_before / 2
+    assert advice.fp8_errors == (row.error_before, row.error_after)
+    assert "Write FP8(skip=['head', 'mix'])." in str(advice)
+    assert advice.suggested().fp8 == FP8(recipe=recipe, small="convert", skip=("head", "mix"))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- confirmed by runs
+
+
+def test_what_is_suggested_is_confirmed_by_paired_runs_when_asked() -> None:
+    module = Normed()
+    before = _state(module)
+    advice = suggest_pins(module, _batches(), "16-mixed", confirm=True)
+    assert same(before, _state(module))
+    assert advice.confirmed, str(advice)
+    assert advice.comparison is not None
+    assert [plan.policy.pins for plan in advice.comparison.plans] == [(Pin("norm", "fp32"),), ()]
+    few, every = ({run.skipped for run in plan.runs} for plan in advice.comparison.plans)
+    assert max(few) < 20 < min(every)  # the search for the scale, and no way out
+    assert "Confirmed by 4 pairs of runs of 40 steps" in str(advice)
+    assert advice.to_dict()["confirmed"] is True
+
+
+def test_nothing_is_trained_where_nothing_is_suggested() -> None:
+    data = [FAMILIES["mlp"].batch(torch.Generator().manual_seed(3))]
+    assert suggest_pins(OfFamily("mlp"), data, "bf16-mixed", confirm=True).confirmed is None
+
+
+def test_a_module_without_an_optimizer_cannot_be_trained() -> None:
+    with pytest.raises(PlanError, match="confirm=True with a Mlp"):
+        suggest_pins(Mlp(), _batches(), "bf16-mixed", confirm=True)
+
+
+# ---------------------------------------------------------------------- what is left
 
 
 class Steps(Regression):

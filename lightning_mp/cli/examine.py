@@ -161,10 +161,13 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
 def pins(
     arguments: Arguments = None,
     steps: Annotated[int, typer.Option("--steps", help="How many batches are used.")] = 8,
+    confirm: Annotated[bool, typer.Option("--confirm", help="Train with and without what is suggested.")] = False,
     as_json: Json = False,
     config_dir: ConfigDirs = None,
 ) -> None:
     """Compare the gradients of what `train` would run with those in fp32, and show the fewest pins that close the gap.
+
+    Under FP8 also the layers to leave out of it.
 
     Example: lightning-mp pins experiment=llama_tiny plan=bf16
     """
@@ -176,7 +179,8 @@ def pins(
         faults = Faults("pins")
         with parts.one_run(arguments or [], faults, "pins", config_dir or []) as (config, regime), quiet():
             model, loaders = parts.parts(config, faults)
-            advice = suggest_pins(model, parts.training_batches(loaders, model), regime.plan, steps=steps)
+            batches = parts.training_batches(loaders, model)
+            advice = suggest_pins(model, batches, regime.plan, steps=steps, confirm=confirm)
     typer.echo(json.dumps(advice.to_dict(), indent=2) if as_json else str(advice))
 
 

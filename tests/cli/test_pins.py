@@ -9,6 +9,12 @@ from typer.testing import CliRunner
 
 from lightning_mp.cli import app
 
+RUN_OF_A_NORM = """\
+plan: 16-mixed
+model: {_target_: test_pin_advice.Normed}
+data: {_target_: test_pin_advice.loader}
+trainer: {accelerator: cpu, devices: 1, max_steps: 3, logger: false}
+"""
 RUN = ("experiment=llama_tiny", "plan=bf16", "trainer.accelerator=cpu", "callbacks=none", "--steps", "1")
 
 
@@ -22,6 +28,15 @@ def test_a_run_that_needs_no_pins_says_so_and_writes_nothing(tmp_path: Path) -> 
 def test_as_json_it_is_pins_and_rows(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["pins", *RUN, "--json", f"run_dir={tmp_path / 'run'}"])
     assert json.loads(result.stdout) == {"pins": {}, "rows": []}
+
+
+def test_what_is_suggested_is_confirmed_when_asked(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN_OF_A_NORM)
+    result = CliRunner().invoke(app, ["pins", str(run), "--confirm", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["pins"], found["confirmed"]) == ({"norm": "fp32"}, True)
 
 
 def test_without_a_config_it_says_what_to_write() -> None:
