@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from lightning_mp.cli import app
@@ -30,6 +31,7 @@ def test_as_json_it_is_pins_and_rows(tmp_path: Path) -> None:
     assert json.loads(result.stdout) == {"pins": {}, "rows": []}
 
 
+@pytest.mark.slow
 def test_what_is_suggested_is_confirmed_when_asked(tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(RUN_OF_A_NORM)
