@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lightning_mp.checkpoints import consolidate
     from lightning_mp.comparison.compare import compare
     from lightning_mp.comparison.results import Comparison
+    from lightning_mp.differences import first_difference
     from lightning_mp.errors import LossScaleError, MissingExtraError, NonFiniteError, PlanError
     from lightning_mp.modules.fp8 import FP8Layer
     from lightning_mp.modules.pins import unpin
@@ -29,6 +30,7 @@ _HOMES = {
     "checkpoints": ("consolidate",),
     "comparison.compare": ("compare",),
     "comparison.results": ("Comparison",),
+    "differences": ("first_difference",),
     "errors": ("LossScaleError", "MissingExtraError", "NonFiniteError", "PlanError"),
     "modules.fp8": ("FP8Layer",),
     "modules.pins": ("unpin",),
@@ -64,6 +66,7 @@ __all__ = [
     "compare",
     "consolidate",
     "doctor",
+    "first_difference",
     "make_strategy",
     "register_plan",
     "suggest_pins",

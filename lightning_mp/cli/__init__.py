@@ -10,7 +10,7 @@ import typer
 import lightning_mp
 from lightning_mp.cli.advise import advise
 from lightning_mp.cli.compare import compare, demo
-from lightning_mp.cli.examine import audit, doctor, env, pins
+from lightning_mp.cli.examine import audit, diff, doctor, env, pins
 from lightning_mp.cli.files import consolidate, init, report
 from lightning_mp.cli.train import train
 
@@ -42,7 +42,7 @@ def root(
     """
 
 
-for _command in (demo, init, train, compare, advise, audit, doctor, pins, report, consolidate, env):
+for _command in (demo, init, train, compare, advise, audit, doctor, pins, diff, report, consolidate, env):
     app.command()(_command)
 
 

@@ -184,6 +184,42 @@ def pins(
     typer.echo(json.dumps(advice.to_dict(), indent=2) if as_json else str(advice))
 
 
+# ---------------------------------------------------------------------- diff
+
+
+def diff(
+    arguments: Arguments = None,
+    plans: Annotated[str, typer.Option(help="Two words or YAML files, or one with --compile.")] = "fp32,bf16-mixed",
+    compile: Annotated[str, typer.Option(help="Run the second by torch.compile with this backend: aot_eager.")] = "",
+    as_json: Json = False,
+    config_dir: ConfigDirs = None,
+) -> None:
+    """Find the first module that computes something else under another plan, or compiled.
+
+    Each module gets the same inputs under both; a difference counts where it is more than the format explains.
+
+    Example: lightning-mp diff experiment=llama_tiny --plans bf16-mixed --compile aot_eager
+    """
+    with refusals("diff"):
+        from lightning_mp.cli import parts
+        from lightning_mp.comparison.compare import quiet, read_plans
+        from lightning_mp.differences import first_difference
+        from lightning_mp.plan.plan import MixedPrecisionPlan
+
+        faults = Faults("diff")
+        policies = read_plans(f"{plans},{plans}" if compile and "," not in plans else plans, faults)
+        if len(policies) > 2:
+            faults.add(f"{len(policies)} plans", fix="write two")
+        # what refers to the plan is given one of the two
+        replaced: dict[str, Any] = {"plan": {"precision": "bf16-mixed"}, "callbacks": None}
+        with parts.one_run(arguments or [], faults, "diff", config_dir or [], **replaced) as (config, _), quiet():
+            model, loaders = parts.parts(config, faults)
+            batch = next(iter(parts.training_batches(loaders, model)))
+            a, b = map(MixedPrecisionPlan.from_policy, policies.values())
+            found = first_difference(model, batch, a, b, compile=compile)
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+
+
 # ---------------------------------------------------------------------- env
 
 

@@ -1,0 +1,302 @@
+"""``first_difference``: of two plans, or of eager and compiled, the first module that computes something else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mp.compat.lightning import move_data_to_device
+from lightning_mp.compat.torch import TorchDispatchMode, in_backward
+from lightning_mp.errors import Faults, one_line
+from lightning_mp.modules.patterns import has_own_forward, original_class
+from lightning_mp.numerics.dtypes import dtype_name, floating_in, map_tensors, to_torch
+from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.pin_advice import HARMFUL, ROUNDOFF
+from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.plan import MixedPrecisionPlan
+from lightning_mp.plan.side_run import output_in
+from lightning_mp.policy import PrecisionPolicy
+
+#: in roundoffs, what a format explains: of fp32, whose sums another kernel makes in another order, some more
+EXPLAINED = {"fp32": 64.0, "bf16": HARMFUL, "fp16": HARMFUL}
+#: a gradient whose numbers are below this share of the module's largest one's is rounding alone
+ROUNDING_ALONE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceRow:
+    """A module whose ``part`` (forward or backward) differs, on the same inputs, by ``error`` roundoffs of the format.
+
+    ``operator`` is the first that differs in the dtype of what it gives, ``dtypes`` are those of both sides.
+    """
+
+    module: str
+    kind: str
+    part: str
+    error: float
+    operator: str
+    dtypes: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstDifference:
+    """What :func:`first_difference` found, in the order of the forward pass, then of the backward pass; printable."""
+
+    sides: tuple[str, str]
+    rows: tuple[DifferenceRow, ...]
+    #: modules that were compared, and those that do not run by themselves, with what they said
+    compared: int
+    left_out: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        a, b = self.sides
+        notes = [f"{name} was left out: {said}" for name, said in self.left_out.items()]
+        if not self.rows:
+            return "\n".join([f"{a} and {b}: no module differs by more than its format explains.", *notes])
+        first, width = self.rows[0], max(len("module"), *(len(row.module) for row in self.rows))
+        lines = [f"a: {a}", f"b: {b}", f"{'module':{width}}  pass      roundoffs  operator, dtypes in a | b"]
+        for row in self.rows:
+            dtypes = f", {row.dtypes[0]} | {row.dtypes[1]}" if any(row.dtypes) else ""
+            lines.append(f"{row.module:{width}}  {row.part:8}  {row.error:9.3g}  {row.operator}{dtypes}")
+        said = f"The first difference is in the {first.part} pass of {first.module!r} ({first.kind})"
+        return "\n".join([*lines, f"{said}, of {self.compared} modules compared on the same inputs.", *notes])
+
+
+def first_difference(
+    module: nn.Module, batch: Any, a: MixedPrecisionPlan | str, b: MixedPrecisionPlan | str, *, compile: str = ""
+) -> FirstDifference:
+    """Compare each module under plan ``a`` with itself under ``b``, on the inputs that it gets under ``a``.
+
+    A module that only hands on what came in different is therefore none that differs. In the backward pass each gets
+    the same random gradients. Copies of ``module`` run, with dropout off; ``module`` and the generators are as before.
+
+    Args:
+        module: a LightningModule, whose ``training_step`` runs, or a module that takes the batch.
+        batch: a batch, as the loop draws it.
+        a: a plan, or its precision.
+        b: the other; the same where eager and compiled are compared.
+        compile: the backend of ``torch.compile`` that runs each module of ``b``, such as ``"aot_eager"``.
+
+    Raises:
+        PlanError: a plan under which the module cannot run, one in FP8, two equal ones without ``compile``.
+    """
+    plans = [one if isinstance(one, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(one) for one in (a, b)]
+    device = next((one.device for one in module.parameters()), torch.device("cpu"))
+    with Faults("first_difference") as faults:
+        for plan in plans:
+            if plan.policy.fp8 is not None or plan.precision == "auto":
+                faults.add(f"precision={plan.precision!r}", fix="write another mode: neither fp8 nor auto is compared")
+        if plans[0].policy == plans[1].policy and not compile:
+            faults.add("two equal plans", fix="write another, or compile='aot_eager' to compare eager and compiled")
+    generators = rng_state(device)
+    try:
+        sides = [_Side(module, plan.policy, device, generators) for plan in plans]
+        sides[1].backend = compile
+        names = repr(plans[0]), repr(plans[1]) + (f" compiled by {compile}" if compile else "")
+        return _Comparison(sides[0], sides[1], batch).result(names)
+    finally:
+        set_rng_state(generators, device)
+
+
+class _Side:
+    """A copy of the module as it runs under one plan."""
+
+    def __init__(self, module: nn.Module, policy: PrecisionPolicy, device: torch.device, rng: Any) -> None:
+        self.policy, self.device, self._rng = policy, device, rng
+        self.root = deepcopy(module)
+        engine = EagerEngine(policy, device=device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
+        with Faults("first_difference") as faults:
+            engine.check(self.root, faults)
+        engine.prepare(self.root)
+        for dropout in (one for one in self.root.modules() if original_class(one).__name__.endswith("Dropout")):
+            dropout.eval()  # two formats need not draw the same numbers
+        self.named = dict(self.root.named_modules())
+        for config in (cast("Any", getattr(part, "config", None)) for part in self.named.values()):
+            if getattr(config, "use_cache", False):
+                config.use_cache = False  # each call would add to it
+        self.backend = ""
+
+    def run(self, batch: Any) -> None:
+        """The whole forward pass."""
+        set_rng_state(self._rng, self.device)
+        autocast = self.policy.compute_dtype if self.policy.mixed else None
+        given = move_data_to_device(deepcopy(batch), self.device)
+        output_in(self.root, given, self.device, autocast=autocast, storage=self.policy.storage_dtype)
+
+    def call(self, name: str, given: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """What one module makes of its inputs, and for random gradients of that those of inputs and parameters."""
+        module = self.named[name]
+        leaves = list(floating_in(given))
+        for leaf in leaves:
+            leaf.requires_grad_(True)
+        args, kwargs = given
+        set_rng_state(self._rng, self.device)
+        run: Any = module
+        if self.backend:
+            torch.compiler.reset()  # each module is compiled as if it were alone
+            run = torch.compile(module, backend=self.backend)
+        dtype = to_torch(self.policy.compute_dtype)
+        with torch.autocast(self.device.type, dtype, enabled=self.policy.mixed, cache_enabled=False):
+            outputs = list(floating_in(run(*args, **kwargs)))
+        reached = [one for one in outputs if one.requires_grad]
+        generator = torch.Generator(self.device).manual_seed(0)
+        drawn = [torch.randn(one.shape, generator=generator, device=self.device).bfloat16() for one in reached]
+        wanted = [*leaves, *(one for one in module.parameters() if one.requires_grad)]
+        given_back = [one.to(output.dtype) for one, output in zip(drawn, reached, strict=True)]
+        found = torch.autograd.grad(reached, wanted, given_back, allow_unused=True) if reached and wanted else ()
+        return [one.detach() for one in outputs], list(found)
+
+
+class _Comparison:
+    """Runs ``a`` once, and each module of both sides on what ``a``'s gets."""
+
+    def __init__(self, a: _Side, b: _Side, batch: Any) -> None:
+        self._a, self._b, self._batch = a, b, batch
+        coarser = max((a.policy.compute_dtype, b.policy.compute_dtype), key=lambda name: ROUNDOFF[name])
+        self._unit, self._limit = ROUNDOFF[coarser], EXPLAINED[coarser]
+        #: the dtypes of the inputs of each call under ``b``
+        self._dtypes: dict[str, list[list[torch.dtype]]] = {}
+        self._calls: dict[str, int] = {}
+        self._found: dict[tuple[str, str], tuple[float, str, tuple[str, str]]] = {}
+        self._left_out: dict[str, str] = {}
+
+    def result(self, sides: Any) -> FirstDifference:
+        with _before_each(self._b.root, self._note_dtypes):
+            self._b.run(self._batch)
+        with _before_each(self._a.root, self._compare):
+            self._a.run(self._batch)
+        rows: list[DifferenceRow] = []
+        for part in _PARTS:
+            names = [name for name in self._calls if (name, part) in self._found]
+            innermost = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+            for name in innermost if part == "forward" else innermost[::-1]:
+                kind = original_class(self._a.named[name]).__name__
+                rows.append(DifferenceRow(name, kind, part, *self._found[name, part]))
+        return FirstDifference(sides, tuple(rows), len(self._calls), self._left_out)
+
+    def _explained(self, name: str) -> float:
+        """How many roundoffs the format explains: those of a module's parts add up as random numbers do."""
+        parts = sum(not any(one.children()) for one in self._a.named[name].modules())
+        return self._limit * math.sqrt(max(parts, 1))
+
+    def _note_dtypes(self, name: str, given: Any) -> None:
+        self._dtypes.setdefault(name, []).append([one.dtype for one in floating_in(given)])
+
+    def _compare(self, name: str, given: Any) -> None:
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        try:
+            inputs = partial(self._inputs, given, self._dtypes[name][call])
+            for part, error in zip(_PARTS, self._errors(name, inputs), strict=True):
+                if error > max(self._explained(name), self._found.get((name, part), (0.0,))[0]):
+                    self._found[name, part] = error, *self._operators(name, inputs, part)
+        except Exception as error:  # a module that cannot be called by itself
+            self._left_out.setdefault(name, one_line(error))
+
+    @staticmethod
+    def _inputs(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
+        """The inputs of both sides, rounded to the coarser of the two dtypes that each has in their runs."""
+        ours = [one.dtype for one in floating_in(given)]
+        coarse = [max(pair, key=lambda dtype: torch.finfo(dtype).eps) for pair in zip(ours, theirs, strict=True)]
+
+        def made(dtypes: list[torch.dtype]) -> Any:
+            turn = iter(zip(coarse, dtypes, strict=True))
+
+            def rounded(tensor: Tensor) -> Tensor:
+                if not tensor.is_floating_point():
+                    return tensor
+                to, held = next(turn)
+                return tensor.detach().to(to).to(held, copy=True)
+
+            return map_tensors(given, rounded)
+
+        return made(ours), made(theirs)
+
+    def _errors(self, name: str, inputs: Callable[[], tuple[Any, Any]]) -> list[float]:
+        ours, theirs = (side.call(name, given) for side, given in zip((self._a, self._b), inputs(), strict=True))
+        return [_largest(*pair) / self._unit for pair in zip(ours, theirs, strict=True)]
+
+    def _operators(self, name: str, inputs: Callable[[], tuple[Any, Any]], part: str) -> tuple[str, tuple[str, str]]:
+        """The first operators whose results have two dtypes, and these; of a compiled module none are seen."""
+        if self._b.backend:
+            return f"compiled by {self._b.backend}", ("", "")
+        seen: list[list[tuple[str, str]]] = []
+        for side, given in zip((self._a, self._b), inputs(), strict=True):
+            with _Operators() as operators:
+                side.call(name, given)
+            seen.append(operators.seen[part == "backward"])
+        computing = [[one for one in side if one[0] not in _MOVES] for side in seen]
+        for ours, theirs in (*zip(*computing, strict=False), *zip(*seen, strict=False)):
+            if ours[1] != theirs[1]:
+                return " | ".join(dict.fromkeys((ours[0], theirs[0]))), (ours[1], theirs[1])
+        return "the same operators and dtypes", ("", "")
+
+
+_PARTS = ("forward", "backward")
+#: what computes nothing
+_MOVES = ("_to_copy", "clone", "copy_", "detach")
+
+
+class _Operators(TorchDispatchMode):
+    """Notes each operator that computes something and the dtype of its result, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: tuple[list[tuple[str, str]], list[tuple[str, str]]] = [], []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = floating_in(out)
+        if results and not func.is_view:
+            self.seen[in_backward()].append((func.overloadpacket.__name__, dtype_name(results[0].dtype)))
+        return out
+
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def _largest(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
+    """The largest relative difference of two lists of tensors; what is small is held against the others."""
+    both = zip(ours, theirs, strict=True)
+    pairs = [(one.float(), two.float()) for one, two in both if one is not None and two is not None]
+    sizes = [_size(two) for _, two in pairs]
+    least = max(ROUNDING_ALONE * max(sizes, default=0.0), _TINY)
+    errors = [_size(one - two) / max(size, least) for (one, two), size in zip(pairs, sizes, strict=True)]
+    return max((math.inf if math.isnan(error) else error for error in errors), default=0.0)
+
+
+def _size(tensor: Tensor) -> float:
+    return tensor.pow(2).mean().sqrt().item() if tensor.numel() else 0.0
+
+
+@contextmanager
+def _before_each(root: nn.Module, look: Callable[[str, Any], None]) -> Generator[None]:
+    """Within, ``look`` is called before each call of a module below ``root``, but for those that it makes itself."""
+    inside = False
+
+    def called(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal inside
+        if not inside:
+            inside = True
+            try:
+                look(name, (args, kwargs))
+            finally:
+                inside = False
+
+    with ExitStack() as stack:
+        for name, module in root.named_modules():
+            if name and has_own_forward(module):
+                stack.callback(module.register_forward_pre_hook(partial(called, name), with_kwargs=True).remove)
+        yield
