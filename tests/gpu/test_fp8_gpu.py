@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mp.callbacks import TrainingHealth
-from lightning_mp.record import metric_names
 from support import fp8
-from support.cuda import NothingWaits, Resident
 from support.fp8_faults import watched
 
 pytest.importorskip("torchao")
@@ -19,37 +16,6 @@ CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="needs a CUDA device of capability 8.9")]
 #: on the device, with its own FP8 products
 HERE: dict[str, Any] = {"accelerator": "gpu", "rule": {"emulate": False}}
-
-
-class Silent(fp8.Language):
-    """Keeps nothing that the host would have to read."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self(batch)[:, :-1]
-        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
-
-
-class Texts(Resident):
-    """Batches of one tensor each."""
-
-    def __init__(self, count: int) -> None:
-        self.batches = [batch.cuda() for batch in fp8.texts(rows=4 * count)]
-
-
-def test_between_readings_nothing_waits(tmp_path: Path) -> None:
-    health = TrainingHealth(tmp_path, 4, report=False)
-    how = {
-        "callbacks": [health, NothingWaits(lambda step: step > 4 and step % 4 > 0)],
-        "max_steps": 12,
-        "accelerator": "gpu",
-    }
-    fp8.run(Silent(), fp8.plan(), data=Texts(12), **how)
-    assert [row[metric_names.STEP] for row in health.fp8_rows] == [0, 4, 8]
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)

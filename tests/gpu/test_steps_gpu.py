@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW
 
-from lightning_mp import LossScaling, Pin
+from lightning_mp import Pin
 from support.cuda import DEVICE, NothingWaits, Unread, cuda_fit
 from support.models import Regression, same_weights
 from support.oracles import MODES, SCALED, plan_for, stock_for
@@ -156,23 +156,6 @@ def test_a_warm_step_never_waits_skipped_or_not(mode: str, optimizer: str, clip:
     plan = plan_for(mode)
     _fit(Unread(FUSED[optimizer], overflow_at=(4,)), plugins=[plan], **CLIPS[clip])
     assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        LossScaling.megatron(initial_scale=4.0, growth_interval=2),
-        LossScaling.deepspeed(initial_scale_power=2, loss_scale_window=2, at_min="hold"),
-        LossScaling.static(4.0),
-    ],
-    ids=["megatron", "deepspeed", "static"],
-)
-def test_no_rule_of_the_scale_waits(rule: LossScaling) -> None:
-    _fit(Unread(FUSED["adamw"], overflow_at=(3, 4)), plugins=[plan_for("16-mixed", rule)])
-
-
-def test_accumulation_does_not_wait() -> None:
-    _fit(Unread(FUSED["adamw"]), plugins=[plan_for("16-mixed")], accumulate_grad_batches=2)
 
 
 def test_the_judge_sees_the_reads_that_are_there() -> None:

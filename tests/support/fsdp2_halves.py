@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from support import hf
 from support.collectives import Moved
 from support.models import FEATURES
 from support.oracles import plan_for
@@ -19,20 +21,9 @@ from support.sharded import Both, Language, Ranked, ddp, fsdp2, refused, trained
 VOCABULARY, WIDTH, LAYERS = 251, 64, 3
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes = {"n_positions": 64, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **quiet, bos_token_id=0, eos_token_id=0))
+_HEADS = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+_llama = partial(hf.llama, vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, **_HEADS)
+_gpt2 = partial(hf.gpt2, vocab_size=VOCABULARY, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=4)
 
 
 def _twice() -> nn.Module:

@@ -14,26 +14,26 @@ from torch.utils.data import DataLoader
 VOCABULARY, WIDTH, LENGTH = 32, 16, 6
 
 
-def llama(lora: bool = False, tied: bool = False) -> nn.Module:
+def llama(lora: bool = False, tied: bool = False, **config: Any) -> Any:
     """A two-layer Llama; its head is tied to its token embeddings where that is asked for."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24, "max_position_embeddings": 32}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2 if tied else 1}
-    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
-    return _with_lora(LlamaForCausalLM(config), ["q_proj", "v_proj"], lora)
+    settings = {**sizes, **heads, "tie_word_embeddings": tied, **config}
+    return _with_lora(LlamaForCausalLM(LlamaConfig(**settings)), ["q_proj", "v_proj"], lora)
 
 
-def gpt2(lora: bool = False, dropout: float = 0.0) -> nn.Module:
+def gpt2(lora: bool = False, dropout: float = 0.0, **config: Any) -> Any:
     """A two-layer GPT-2; its head is tied to its token embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": 2}
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    config = GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0)
-    return _with_lora(GPT2LMHeadModel(config), ["c_attn"], lora)
+    settings = {**sizes, **rates, "bos_token_id": 0, "eos_token_id": 0, **config}
+    return _with_lora(GPT2LMHeadModel(GPT2Config(**settings)), ["c_attn"], lora)
 
 
 def t5() -> nn.Module:

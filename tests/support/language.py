@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+
+from support import hf
 
 VOCABULARY, LENGTH, WIDTH = 64, 12, 32
 
@@ -18,32 +21,11 @@ def tokens(rows: int = 16, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]
     return DataLoader(TensorDataset(ids), batch_size=batch_size)
 
 
-def gpt2(**config: Any) -> Any:
-    """A two-layer GPT-2 without dropout, whose lm_head and wte are tied."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "n_positions": LENGTH,
-        "n_embd": WIDTH,
-        "n_layer": 2,
-        "n_head": 2,
-    }
-    settings |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**{**settings, **config}))
-
-
-def llama(**config: Any) -> Any:
-    """A two-layer Llama with untied embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes, **ids, **config)
-    )
+#: of a two-layer GPT-2 whose lm_head and wte are tied
+gpt2 = partial(hf.gpt2, vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH)
+_SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "hidden_size": WIDTH, "intermediate_size": 64}
+#: of a two-layer Llama with untied embeddings
+llama = partial(hf.llama, **_SIZES, num_key_value_heads=2, bos_token_id=0, eos_token_id=0, pad_token_id=0)
 
 
 class Language(LightningModule):

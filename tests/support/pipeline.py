@@ -15,11 +15,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
+from support import hf
 from support.comparing import furthest, same
 from support.ranks import Ranks
 from support.running import trainer
 
-WIDTH, ROWS, VOCABULARY, LENGTH = 8, 8, 32, 6
+WIDTH, ROWS, VOCABULARY, LENGTH = 8, 8, hf.VOCABULARY, 6
 INF = float("inf")
 #: of a mean over micro-batches
 OF_A_MEAN = 1e-2
@@ -113,11 +114,7 @@ class Llama(Staged):
     pipeline_stage = None
 
     def build(self) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
-        heads = {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
-        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False)).train()
+        self.model = hf.llama(max_position_embeddings=16, num_hidden_layers=4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(input_ids=x).logits
@@ -133,12 +130,7 @@ class GPT2(Llama):
     """transformers' GPT-2, its head untied."""
 
     def build(self) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
-        quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        ids = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, **ids)).train()
+        self.model = hf.gpt2(n_positions=16, n_layer=4, tie_word_embeddings=False)
 
 
 MODULES: dict[str, type[Staged]] = {

@@ -25,6 +25,7 @@ from support.sharded import BAD_RANK, OPTIMIZERS, RefusedWay, fsdp2, rank, train
 PINS = {"*norm*": "fp32"}
 MLP_PLAN = {"up": "colwise", "down": "rowwise"}
 STATIC = LossScaling.static(64.0)
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class Shared(LightningModule):
@@ -62,20 +63,11 @@ class Language(Shared):
     def __init__(self, kind: str = "llama", meta: bool = False, **options: Any) -> None:
         super().__init__(**options)
         with torch.device("meta" if meta else "cpu"):
-            self.model = hf.MODELS[kind]() if kind != "llama" else _llama()
+            self.model = hf.MODELS[kind]() if kind != "llama" else hf.llama(**HEADS)
 
     def loss_of(self, batch: Any, share: int) -> Tensor:
         """The language model's loss on one share."""
         return self.spoiled(hf.loss_of(self.model, (batch + share) % hf.VOCABULARY))
-
-
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": hf.VOCABULARY, "hidden_size": hf.WIDTH, "intermediate_size": 24}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False)).train()
 
 
 class Mlp(Shared):
