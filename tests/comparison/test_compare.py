@@ -84,6 +84,7 @@ def test_a_plan_against_itself_is_exactly_0(tmp_path: Path) -> None:
     assert "same" in str(found)
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_a_plain_run_of_each_plan() -> None:
     found = compared("32-true,bf16-mixed", steps=8, accumulate_grad_batches=2)
     watched: list[float] = []
@@ -129,6 +130,7 @@ def test_what_a_process_makes_once_is_not_the_first_plans_memory() -> None:
     assert first.peak_bytes == second.peak_bytes
 
 
+@pytest.mark.slow
 def test_data_that_a_function_makes_are_in_no_plans_memory() -> None:
     def large() -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.ones(2**15, WIDTH), torch.ones(2**15, WIDTH)), batch_size=BATCH)

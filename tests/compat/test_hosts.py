@@ -99,6 +99,7 @@ def test_the_trainer_of_the_other_copy_is_refused(first: str, second: str, tmp_p
 # ---------------------------------------------------------------------- what is loaded
 
 
+@pytest.mark.slow
 def test_a_plan_loads_what_a_run_needs() -> None:
     show = "import sys; print(*(name for name in sys.modules if name.startswith('lightning_mp.')))"
     loaded = printed("-c", f"{PLAN}; import lightning.pytorch; MixedPrecisionPlan('16-mixed'); {show}").split()

@@ -29,8 +29,8 @@ def _cells() -> Iterator[Any]:
     """A graph of inductor's takes seconds, and FP8 is emulated in many operators."""
     quick = ("single", "block.compile() inductor: bf16-mixed+all")
     for cell in (quick, *_sample("aot_eager"), *_sample("inductor")):
-        slow = cell != quick and ("inductor" in cell[1] or "fp8" in cell[1] or cell[0] == "ddp")
-        whole = "inductor" in cell[1] or ("fp8" in cell[1] and world(cell[0]) > 1)
+        slow = "inductor" in cell[1] or "fp8" in cell[1] or world(cell[0]) > 1
+        whole = cell != quick and ("inductor" in cell[1] or ("fp8" in cell[1] and world(cell[0]) > 1))
         marks = [pytest.mark.slow, *([pytest.mark.whole] if whole else [])] if slow else []
         if "fp8" in cell[1]:
             marks.append(pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao"))

@@ -29,7 +29,6 @@ MACHINES = {
 RECIPES = get_args(get_type_hints(FP8)["recipe"])
 #: products in FP8 need compute capability 8.9; on ROCm their format is another one, and they are refused
 WITH_FP8 = ("8.9", "9.0", "10.0", "12.0")
-OFTEN = ("7.0",)
 SHORT = Fit(steps=1)
 
 
@@ -46,9 +45,8 @@ def _ways() -> dict[str, Fit]:
     return {**plain, "tf32": replace(SHORT, plan={"tf32": True}), "auto": replace(SHORT, precision="auto"), **recipes}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in MACHINES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MACHINES)
 def test_a_mode_trains_or_is_refused_by_the_plan(name: str, cuda: Processes) -> None:
     ways = _ways()
     found = dict(zip(ways, cuda.run(Tried(tuple(ways.values())), MACHINES[name]), strict=True))

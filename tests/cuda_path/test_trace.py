@@ -14,8 +14,9 @@ from cuda_path.traces import Large, Traced
 #: kernels of attention keep other sums, CUDA's allocator gives out blocks of 512 bytes
 WITHIN = 0.02
 MIXED = "bf16-mixed"
-FEW = (Traced(MIXED), Traced(MIXED, "fsdp2", 8))
+FEW = (Traced(MIXED, "fsdp2", 8),)
 REST = (
+    Traced(MIXED),
     *(Traced(precision) for precision in ("32-true", "16-mixed", "bf16-true", "16-true")),
     Traced("fp8-mixed", recipe="rowwise"),
     Traced(MIXED, "fsdp1", 8),

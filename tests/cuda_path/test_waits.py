@@ -72,7 +72,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 #: of which a sample is looked at each time
 OFTEN = ("one device", "fsdp2 8", "fsdp2 64", "fsdp2 offloaded 8", "hsdp 8", "fsdp1 8")
-QUICK = ("one device", "fsdp2 8", "fsdp2 offloaded 8")
+QUICK = ("one device", "fsdp2 8")
 #: what a plan refuses under FSDP1
 WHOLE = ("pins",)
 

@@ -160,6 +160,7 @@ def test_a_planted_fault_is_found_with_layer_and_role(kind: str, role: str, tmp_
 BLOCK = {"wrap": "Block"}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("strategy", "options", "rule"),

@@ -159,6 +159,7 @@ def _pinned_twice() -> None:
         assert model.quantized() == before
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_pin_on_it_leaves_it_where_it_is_sharded_in_a_second_fit_too() -> None:
     in_a_process(_pinned_twice)

@@ -71,6 +71,7 @@ def test_the_table_says_the_rule() -> None:
     assert "fp8 where converted" in text
 
 
+@pytest.mark.slow
 def test_neither_the_package_nor_such_a_plan_imports_torchao() -> None:
     code = """
 import sys

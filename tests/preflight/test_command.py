@@ -77,6 +77,7 @@ def test_the_list_reads_what_why_do(config: Path) -> None:
     assert lines[-1] == f"{len(CHECKS)} rules, 2 found: 0 error, 2 warning, 0 info"
 
 
+@pytest.mark.slow
 def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defaults list, groups of one's own and modules beside the file are found as they are there."""
     (tmp_path / "conf" / "plan").mkdir(parents=True)

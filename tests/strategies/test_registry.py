@@ -17,14 +17,14 @@ ORDERS = {
 LIST = "from {copy}.strategies import StrategyRegistry as r; print(*r.available_strategies())"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("copy", "order"),
     [
-        pytest.param(copy, ORDERS[order], id=f"{copy}, {order}", marks=marks)
-        for copy, order, marks in [
-            ("lightning.pytorch", "the plan first", ()),  # the others are as many fresh imports of Lightning
-            *[("lightning.pytorch", order, pytest.mark.slow) for order in list(ORDERS)[1:]],
-            *[("pytorch_lightning", order, pytest.mark.slow) for order in list(ORDERS)[1:]],
+        pytest.param(copy, ORDERS[order], id=f"{copy}, {order}")
+        for copy, order in [
+            *(("lightning.pytorch", order) for order in ORDERS),
+            *(("pytorch_lightning", order) for order in list(ORDERS)[1:]),
         ]
     ],
 )

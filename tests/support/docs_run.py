@@ -228,7 +228,7 @@ SETUPS: dict[str, Setup] = {
         slow=("train", "compare"),
         elsewhere=("train -m",),  # run.yaml is for eight devices
     ),
-    "docs/how-to/lightning-cli.md": Setup(prepare=names),
+    "docs/how-to/lightning-cli.md": Setup(prepare=names, all_slow=True),
     "docs/how-to/does-it-work-with.md": Setup(elsewhere=("consolidate",)),  # tests/docs/test_does_it_work_with.py
     "docs/reference/strategies.md": Setup(prepare=names, changes=_ON_ONE),
 }  # fmt: skip
