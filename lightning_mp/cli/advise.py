@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
@@ -177,10 +178,16 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     from lightning_mp.planner.advise import RANKED
 
     shape, best, terminal = found.shape, found.best, console()
-    say = partial(terminal.print, highlight=False, markup=False)
+
+    def say(text: str, first: str = "", rest: str = "") -> None:
+        indents = {"initial_indent": first, "subsequent_indent": first + rest}
+        lines = textwrap.fill(text, terminal.width, break_on_hyphens=False, **indents)
+        terminal.print(lines, highlight=False, markup=False)
+
     where = f"{best.layout.gpus} x {found.gpu.word}"
     say(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {where}.")
-    say(f"Precision: {found.precision_reason}.\n")
+    say(f"Precision: {found.precision_reason}.")
+    terminal.print()
     # a narrow terminal has no room for ranges and MFU, which the lines below the table have for the first
     wide = terminal.width >= _WIDE
     heads = ["", "strategy", "data x tensor\nx pipeline", "checkpoint", "batch x\naccumulate", "GiB", "tokens/s\na GPU"]
@@ -200,17 +207,18 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
         ]
         table.add_row(*row, *([f"{low:,.0f} to {high:,.0f}", f"{each.mfu:.1%}"] if wide else []))
     terminal.print(table)
-    say(f"{RANKED}\n")
+    say(RANKED)
+    terminal.print()
     parts = ", ".join(f"{name.replace('_', ' ')} {value / _GIB:.1f}" for name, value in best.parts.items())
     budget = found.tokens or shape.tokens
     low, mid, high = best.days(budget)
     cost = "" if money is None else f", {money[0]:,.0f} to {money[2]:,.0f} in money"
-    say(f"1: {best}")
-    say(f"   GiB by part: {parts}. {best.reason.removeprefix(f'{found.precision_reason}; ')}.")
-    say(f"   {in_short(budget)} tokens: {_days(mid)} days ({_days(low)} to {_days(high)}){cost}")
-    say(f"   {found.gpu.word}: {found.gpu.source}.")
+    say(f"1: {best}", rest="   ")
+    say(f"GiB by part: {parts}. {best.reason.removeprefix(f'{found.precision_reason}; ')}.", "   ")
+    say(f"{in_short(budget)} tokens: {_days(mid)} days ({_days(low)} to {_days(high)}){cost}", "   ")
+    say(f"{found.gpu.word}: {found.gpu.source}.", "   ")
     for line in found.lost:
-        say(f"   - {line}")
+        say(f"- {line}", "   ", "  ")
 
 
 def _days(count: float) -> str:

@@ -17,6 +17,8 @@ from lightning_mp.precision_audit.observer import Observed
 
 _COLUMNS = ("declared", "param", "input", "output", "compute", "grad", "reduce", "optimizer_state")
 _HEADS = ("module", *_COLUMNS[:-1], "state")
+#: characters of a line that has room for every column
+_WIDE = 100
 _STAR = (
     "* not a difference: norms, look-ups and elementwise work may run in fp32 (torch's autocast lists, or the module's "
     "own code), and fp32 products in TF32 where torch's switches allow it"
@@ -91,15 +93,21 @@ class AuditReport:
 
     def to_text(self, width: int = 110) -> str:
         """The table for a terminal of ``width`` characters; repeated layers that are alike share a line."""
+        lines = [(f"{' ' if row.ok else '!'} {name}", row.cells()) for name, row in _lines(self.rows)]
+        columns = list(zip(*(cells for _, cells in lines), strict=True))
+        # a narrow terminal has no room for what is said of every module alike
+        alike = [at for at, column in enumerate(columns) if width < _WIDE and len(lines) > 1 == len(set(column))]
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("  module", overflow="fold")
-        for head in _HEADS[1:]:
-            table.add_column(head, no_wrap=True)
-        for name, row in _lines(self.rows):
-            table.add_row(f"{' ' if row.ok else '!'} {name}", *row.cells())
+        for at, head in enumerate(_HEADS[1:]):
+            if at not in alike:
+                table.add_column(head, no_wrap=True)
+        for name, cells in lines:
+            table.add_row(name, *(cell for at, cell in enumerate(cells) if at not in alike))
+        every = ", ".join(f"{_HEADS[1 + at]} {columns[at][0]}" for at in alike)
         text = io.StringIO()
         console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-        console.print(self.summary, table, *self._below(), sep="\n")
+        console.print(self.summary, *([f"  every module: {every}"] if alike else []), table, *self._below(), sep="\n")
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_markdown(self) -> str:

@@ -79,6 +79,16 @@ def test_the_text_of_a_small_report() -> None:
     )
 
 
+def test_a_narrow_table_says_once_what_is_alike() -> None:
+    rows = (replace(ROW, module="net"), replace(ROW, module="head", input="bf16", output="fp32"))
+    assert AuditReport(rows, "a plan").to_text(95).splitlines()[1:] == [
+        "  every module: declared bf16, param fp32, compute bf16, grad fp32, reduce -, state fp32",
+        "  module  input  output",
+        "  net     fp32   bf16",
+        "  head    bf16   fp32",
+    ]
+
+
 def test_the_markdown_is_a_table_with_what_differs_below_it() -> None:
     report = AuditReport(
         (ROW, replace(ROW, module="net.1", ok=False, differences=(WRONG,))), "a plan", notes=("a note",)
