@@ -52,7 +52,7 @@ class PlanError(ValueError):
     def __init__(self, faults: Sequence[Fault], subject: str = "MixedPrecisionPlan") -> None:
         self.faults = tuple(faults)
         self.subject = subject
-        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        count = counted(len(self.faults), "error")
         lines = [f"{subject}: {count}."]
         lines += [f"  {number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
         super().__init__("\n".join(lines))
@@ -65,7 +65,7 @@ class PlanError(ValueError):
     def listed(self) -> str:
         """The faults as a command prints them: one alone in its line, or their count and one a line."""
         faults = [str(fault) for fault in self.faults]
-        return "\n  ".join([f"{len(faults)} faults", *faults] if len(faults) > 1 else faults)
+        return "\n  ".join([f"{len(faults)} errors", *faults] if len(faults) > 1 else faults)
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[Fault, ...], str]]:
         # Worker processes send their exception to the launcher; the default would rebuild it from the text.

@@ -67,7 +67,7 @@ def test_faults_are_collected_and_raised_together_and_hide_no_other_error() -> N
     with pytest.raises(PlanError) as error, faults:
         pass
     assert (error.value.faults, error.value.subject) == (FAULTS, "Pin")
-    assert str(error.value).startswith("Pin: 2 faults.\n")
+    assert str(error.value).startswith("Pin: 2 errors.\n")
     assert all(f"{number}. {fault}" in str(error.value) for number, fault in enumerate(FAULTS, start=1))
     with pytest.raises(KeyError):
         _failing_with_a_fault()

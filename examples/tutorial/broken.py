@@ -10,7 +10,13 @@ from lightning_mp.callbacks import TrainingHealth
 
 def fit(name, plan, module, loader):
     health = TrainingHealth(run_dir=f"runs/{name}")
-    trainer = Trainer(plugins=[plan], callbacks=[health], max_steps=30, accelerator="cpu", logger=False)
+    trainer = Trainer(
+        plugins=[plan],
+        callbacks=[health],
+        max_steps=30,
+        accelerator="cpu",
+        logger=False,
+    )
     with suppress(NonFiniteError):  # a run that applied no step ends so
         trainer.fit(module, loader)
     print(f"--- {name}: {plan.skipped_steps} of 30 steps skipped")
@@ -26,4 +32,9 @@ fit("bad_head", MixedPrecisionPlan("16-mixed"), module, batches())
 
 module = GPT()
 module.head.weight.data *= 1e6
-fit("pinned_head", MixedPrecisionPlan("16-mixed", pins={"head": "fp32"}), module, batches())
+fit(
+    "pinned_head",
+    MixedPrecisionPlan("16-mixed", pins={"head": "fp32"}),
+    module,
+    batches(),
+)

@@ -11,7 +11,14 @@ if __name__ == "__main__":
     precision = sys.argv[1]
     plan = MixedPrecisionPlan(precision)
     health = TrainingHealth(run_dir=f"runs/{precision}")
-    trainer = Trainer(plugins=[plan], callbacks=[health], max_steps=100, accelerator="cpu", logger=False)
+    trainer = Trainer(
+        plugins=[plan],
+        callbacks=[health],
+        max_steps=100,
+        accelerator="cpu",
+        logger=False,
+    )
     trainer.fit(GPT(), batches())
     last = sum(row["train/loss"] for row in health.rows[-10:]) / 10
-    print(f"{precision}: loss {last:.3f}, {plan.applied_steps} steps applied, {plan.skipped_steps} skipped")
+    steps = f"{plan.applied_steps} steps applied, {plan.skipped_steps} skipped"
+    print(f"{precision}: loss {last:.3f}, {steps}")

@@ -163,7 +163,7 @@ def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults
     name = next(name for name in names if not (folder / name).exists())
     if name != CONFIG and not config.get("ckpt_path"):
         name = CONFIG
-        say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... keeps the two apart")
+        say(f"{folder} holds an earlier run, whose checkpoints stay: run_dir=... gives this one a folder of its own")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(_as_yaml(config), encoding="utf-8")

@@ -99,7 +99,7 @@ def check_fp8_gather(how: Sharding, tensor_parallel: int, faults: Faults) -> Non
         "compile=True": how.compile,
     }
     for given in (word for word, holds in beside.items() if holds):
-        faults.add(f"FP8(all_gather=True) beside {given}", fix=f"leave out all_gather=True, or {given}")
+        faults.add(f"FP8(all_gather=True) with {given}", fix=f"leave out all_gather=True, or {given}")
 
 
 class FP8Gather:

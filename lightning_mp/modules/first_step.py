@@ -167,7 +167,7 @@ class FirstStep(TorchDispatchMode):
         member, pin = source.member, source.member.pin
         other = next(word for tensor in given if (word := dtype_name(tensor.dtype)) != pin.dtype)
         if source.whole:
-            return self._past_pin(source, f"beside {other}", name)
+            return self._past_pin(source, f"together with {other}", name)
         return PlanError.of(
             f"{member.name!r} is pinned to {pin.dtype} ({pin.pattern!r}), and what it gives meets {other} in {name}"
             f"{users_line()}",

@@ -448,7 +448,7 @@ class LossScaler(GradScaler):
         return self._counts()[1]
 
     def end_streak(self) -> None:
-        """The skips so far count no more against the budget."""
+        """Reset the skip streak: the skips so far do not count against the budget."""
         self._streak = 0
 
     def counts(self) -> dict[str, int | bool]:

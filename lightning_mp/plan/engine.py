@@ -44,7 +44,7 @@ class StepEngine(ABC):
     gives_closure: ClassVar[bool] = True
     #: where optimizers that are known to evaluate it again are refused before the run, loss scale or not
     evaluates_once: ClassVar[str] = ""
-    #: where optimizers do not step whole parameters: what they step instead, and the words for it
+    #: where optimizers do not step whole parameters: (kind of shard, description) pairs
     steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
     #: by ``id``, names of the fp32 weights that are gathered in half precision
     halves: Mapping[int, str] = MappingProxyType({})
@@ -449,7 +449,7 @@ class StepEngine(ABC):
         return bool(bad.item())
 
     def reset_skip_streak(self) -> None:
-        """The skips so far count no more: the run was rewound."""
+        """Reset the skip streak: the run was rewound."""
         self.scaler.end_streak()
         self._next_check = 0
 

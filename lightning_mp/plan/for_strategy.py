@@ -173,7 +173,7 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
     hooks = [getattr(one, "__name__", str(one)) for one in ddp_hooks(strategy) if one is not None]
     stored = {policy.storage_dtype, *(pin.dtype for pin in policy.pins if pin.accumulate is None)}
     if hooks and (stored != {policy.reduce_dtype} or any("compress" in name for name in hooks)):
-        given = f"DDPStrategy(ddp_comm_hook={hooks[0]}) beside reduce_dtype={policy.reduce_dtype!r}"
+        given = f"DDPStrategy(ddp_comm_hook={hooks[0]}) with reduce_dtype={policy.reduce_dtype!r}"
         faults.add(given, fix="remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype")
 
 

@@ -1,4 +1,4 @@
-"""Hooks of Lightning in a step: which may change gradients, and what must not move where the step is skipped."""
+"""Which hooks may change gradients, and what holds schedulers and weight averages on skipped steps."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def trainer_kwargs(
     known = registry.trainer_arguments()
     with Faults("trainer_kwargs") as faults:
         for other in given:
-            faults.add(f"{other} beside the plan", fix="remove it")
+            faults.add(f"{other} next to the plan", fix="remove it")
         for key in (key for key in trainer_args if key not in known):
             otherwise = "give what the strategy takes to make_strategy(...), or remove it"
             faults.unknown("Trainer argument", key, known, otherwise)

@@ -125,7 +125,7 @@ def test_reduce_lr_lowers_the_rate_on_top_of_the_scheduler_and_does_not_move_it(
         ({"on_trip": "rewnd"}, "on_trip='rewnd'"),
         ({"max_consecutive": -1}, "max_consecutive=-1"),
         ({"max_consecutive": True}, "max_consecutive=True"),
-        ({"on_trip": "x", "max_consecutive": 1.5}, "2 faults"),
+        ({"on_trip": "x", "max_consecutive": 1.5}, "2 errors"),
     ],
 )
 def test_bad_arguments_are_refused_together(arguments: dict[str, Any], says: str) -> None:

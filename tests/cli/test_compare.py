@@ -59,7 +59,7 @@ def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -
     assert result.exit_code == 2
     assert Net.built == built
     for text in (
-        "6 faults",
+        "6 errors",
         "'bf17-mixed'",
         "'no.yaml', which is no file",
         "seeds=0",

@@ -203,7 +203,7 @@ def test_bad_input_is_one_error_without_a_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     head, *lines = done.stderr.splitlines()
-    assert head == "lightning-mp train: 2 faults"
+    assert head == "lightning-mp train: 2 errors"
     assert len(lines) == 2
 
 

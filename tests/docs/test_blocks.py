@@ -74,3 +74,10 @@ def test_pages_are_short_and_so_are_their_lines() -> None:
     ]
     assert wide == []
     assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 3000
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(("docs/reference", "CONTRIBUTING"))])
+def test_code_is_as_wide_as_the_site(page: str) -> None:
+    """80 columns; what a program prints is as it is."""
+    code = [block for block in blocks(page) if block.language in ("python", "bash", "yaml", "json", "diff")]
+    assert [(each.place, line) for each in code for line in each.code.splitlines() if len(line) > 80] == []

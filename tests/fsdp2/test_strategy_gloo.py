@@ -68,9 +68,9 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "wrap": ("'Lineal'", "'Linear'"),
     "mesh": ("device_mesh=(2, 2)", "2 processes", "start 4"),
     "tied pin": ("of the whole model", "embed_tokens.weight in bfloat16", "norm.weight in float32", "untie"),
-    "several": ("3 faults", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
+    "several": ("3 errors", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
     "lbfgs": ("LBFGS, which evaluates its closure again, on sharded parameters", "AdamW"),
-    "weights": ("2 faults", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
+    "weights": ("2 errors", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
     **dict.fromkeys(("penalty", "written"), ("'net.0.weight' used in the step outside of the unit",)),
     "second storage": ("6 parameters sharded already", "bf16"),
 }
@@ -152,7 +152,7 @@ def test_a_llama_made_on_the_meta_device_is_initialised_as_usual(ranks: Ranks, k
 
 def test_what_nothing_can_initialise_is_refused_by_name(ranks: Ranks) -> None:
     for said in ranks.run(CannotMake(Bare, {"Lineal": "fp32"}, gain=True)):
-        for words in ("3 faults", "pin 'Lineal'", "module 'Late'", "module 'net.0'", "reset_parameters"):
+        for words in ("3 errors", "pin 'Lineal'", "module 'Late'", "module 'net.0'", "reset_parameters"):
             assert words.lower() in said.lower()
 
 

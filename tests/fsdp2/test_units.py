@@ -96,7 +96,7 @@ def test_blocks_are_what_wrap_names(wrap: Any, blocks: list[str]) -> None:
     [
         ("Blok", ("'Blok'", "'Block'")),
         (nn.Bilinear, ("'Bilinear'",)),
-        (["hed", "Dropout"], ("'hed'", "'head'", "'Dropout'", "2 faults")),
+        (["hed", "Dropout"], ("'hed'", "'head'", "'Dropout'", "2 errors")),
     ],
 )
 def test_what_means_no_unit_is_refused(wrap: Any, words: tuple[str, ...]) -> None:

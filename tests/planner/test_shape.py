@@ -14,7 +14,7 @@ from lightning_mp.planner.shape import _USUAL
 
 
 def test_a_shape_refuses_what_is_no_number() -> None:
-    with pytest.raises(PlanError, match="2 faults"):
+    with pytest.raises(PlanError, match="2 errors"):
         ModelShape(params=0, layers=2, hidden="64")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="kv_heads=3 for 8 heads"):
         ModelShape(params=100, layers=2, hidden=64, heads=8, kv_heads=3)

@@ -64,7 +64,7 @@ def test_all_faults_are_told_at_once() -> None:
         )
     said = {fault.problem.split("=")[0] for fault in error.value.faults}
     assert said == {item.name for item in fields(LossScaling)} - {"consecutive_hysteresis", "dynamic"}
-    assert str(error.value).startswith("LossScaling: 9 faults.")
+    assert str(error.value).startswith("LossScaling: 9 errors.")
 
 
 def test_alone_it_is_torchs_rule_with_a_floor_of_1_that_is_held() -> None:

@@ -163,7 +163,7 @@ def test_every_fault_of_every_field_is_told_at_once() -> None:
             "buffer_dtype='fp99'",
         ]
     )
-    assert str(error.value).startswith("MixedPrecisionPlan: 15 faults.")
+    assert str(error.value).startswith("MixedPrecisionPlan: 15 errors.")
 
 
 @pytest.mark.parametrize(

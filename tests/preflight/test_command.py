@@ -99,7 +99,7 @@ def test_what_is_wrong_is_named_together_one_fault_a_line(config: Path) -> None:
     title, *faults = _refusal(
         config, "plan.precision=bf17-mixed", "plan.oops=1", "model._target_=support.nowhere"
     ).splitlines()
-    assert title == "lightning-mp doctor: 3 faults"
+    assert title == "lightning-mp doctor: 3 errors"
     for said in ("'bf17-mixed'", "unknown key oops", "support.nowhere"):
         assert sum(said in line for line in faults) == 1
     assert "t4-16" in _refusal(config, "--gpu=t4")

@@ -143,7 +143,7 @@ class TestTrainerArguments:
         with pytest.raises(PlanError) as caught:
             trainer_kwargs(_plan(), strategy="fsdp2", precision="16-mixed", plugins=[HalfPrecision()], max_step=3)
         given = _given(caught.value)
-        assert "precision='16-mixed' beside the plan" in given
+        assert "precision='16-mixed' next to the plan" in given
         assert "HalfPrecision" in given
         assert "'max_step'" in given
         assert any("'max_steps'" in fault.fix for fault in caught.value.faults)

@@ -88,7 +88,7 @@ def test_options_optimizers_and_models_mean_what_they_mean_under_ddp(ranks: Rank
         ({"state_dict_type": "sharded"}, "state_dict_type='sharded'"),
         ({"ignored_states": []}, "ignored_states= with FSDP1. Use strategy='mp_fsdp2'"),
         ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}, "mp_hsdp"),
-        ({"mixed_precision": MixedPrecision(), "activation_checkpointing": nn.Linear}, "2 faults"),
+        ({"mixed_precision": MixedPrecision(), "activation_checkpointing": nn.Linear}, "2 errors"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
