@@ -85,7 +85,7 @@ def choose(device: Device, parameters: int) -> Choice:
     if parameters < SMALL_MODEL and fits:
         return Choice("32-true", tf32, f"{size} is below 100M and fits {device.name}: half precision gains little")
     if (device.type == "cpu" and device.bf16 != "native") or not device.fp16:
-        return Choice("32-true", None, f"{device.name} has no half-precision arithmetic: half precision is slower on it")
+        return Choice("32-true", None, f"half precision is slower on {device.name}, which has no arithmetic for it")
     if device.bf16 == "native":
         return Choice("bf16-mixed", tf32, f"{device.name} computes bf16 natively: fp32's range, no loss scale needed")
     return Choice("16-mixed", tf32, f"{device.name} has no native bf16: fp16 with loss scaling")
