@@ -21,7 +21,7 @@ from support.running import fit
 PAGE = "docs/how-to/does-it-work-with.md"
 #: a row → the test of it: a name of this file, or a file and a name in it
 RUN = {
-    "torch.compile": "tests/plan/test_compiled.py::test_a_pin_holds_in_a_compiled_backward",
+    "torch.compile": "tests/conformance/test_compiled_gloo.py::test_a_compiled_run_is_the_eager_run",
     "FlashAttention, SDPA": "test_attention_runs_in_the_modes_dtype_and_in_fp32_under_a_pin",
     "LoRA, QLoRA": "tests/plan/test_quantized.py",
     "EMA, weight averaging": "tests/plan/test_schedulers.py::ema",
