@@ -264,6 +264,8 @@ class _Search:
         self._given, self.policy = policy, replace(policy, precision=precision, fp8=None, checkpointing=None)
         #: the policies under which a finite loss has infinite gradients, at every scale of their rule
         self._stuck: set[PrecisionPolicy] = set()
+        #: of a policy, the lowest scale that its gradients needed
+        self._needed: dict[PrecisionPolicy, float] = {}
         self._reference = PrecisionPolicy(precision="32-true")
         self._module, self._batches, self._device, self._rng = module, batches, device, rng
         self._errors: dict[PrecisionPolicy, float | None] = {}
@@ -310,7 +312,7 @@ class _Search:
         scales = [1.0] if policy.loss_scaling is None else _scales(policy.loss_scaling)
         for batch in self._batches:
             loss = self._loss(copied, batch, policy)
-            found: Gradients = {}
+            found, scale = Gradients(), 1.0
             for scale in scales:
                 last, weights = scale == scales[-1], [one for _, one in named]
                 raw: Any = torch.autograd.grad(loss * scale, weights, retain_graph=not last, allow_unused=True)
@@ -320,6 +322,7 @@ class _Search:
                     break
             else:
                 self._stuck |= {policy} if bool(loss.isfinite()) else set()
+            self._needed[policy] = min(self._needed.get(policy, scale), scale)
             yield found
 
     def error(self, patterns: Sequence[str]) -> float | None:
@@ -406,7 +409,7 @@ class _Search:
     def _again(
         self, module: nn.Module, call: _Call, policy: PrecisionPolicy, *, exactly: bool = False
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """A call's outputs, and the gradients of inputs and weights at the lowest scale, of one that is finite there.
+        """A call's outputs, and the gradients of inputs and weights at the scale needed, of one that is finite there.
 
         ``exactly``: in fp32, on the same rounded numbers.
         """
@@ -423,8 +426,7 @@ class _Search:
         autocast = torch.autocast(self._device.type, half, enabled=policy.mixed and not exactly, cache_enabled=False)
         with autocast, torch.set_grad_enabled(back):
             outputs = floating_in(module(*args, **kwargs))
-        scale = 1.0 if policy.loss_scaling is None else _scales(policy.loss_scaling)[-1]
-        known = [(outputs[at], (one * scale).to(half)) for at, one in call.gradients.items()]
+        known = [(outputs[at], (one * self._needed[policy]).to(half)) for at, one in call.gradients.items()]
         if not known or not all(bool(gradient.isfinite().all()) for _, gradient in known):
             return outputs, []
         of = [*leaves, *(one for one in module.parameters() if one.requires_grad)]
@@ -476,8 +478,9 @@ class _Search:
             skip = (rule.skip,) if isinstance(rule.skip, str) else rule.skip
             return self._error(replace(policy, fp8=replace(rule, skip=(*skip, *names))))
 
-        own = self._own_errors(policy := replace(policy, fp8=rule), back=True)
+        policy = replace(policy, fp8=rule)
         before = self._errors[policy] = _distance(self._exact, self._gradients(policy))
+        own = self._own_errors(policy, back=True)
         flagged = {name: one for name, one in own.items() if one > HARMFUL_FP8}
         linear = [(name, one) for name, one in named_submodules(self._module) if name in own]
         worst = sorted(flagged, key=lambda name: -flagged[name])

@@ -235,6 +235,15 @@ def test_a_healthy_resnet_whose_relus_rounding_flips_needs_none(precision: str) 
     assert advice.pins == {}, str(advice)
 
 
+def test_what_fp16_loses_in_the_backward_pass_is_found_at_the_scale_of_the_run() -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = [FAMILIES["convnext"].batch(generator) for _ in range(2)]  # whose branches count a millionth at first
+    advice = suggest_pins(OfFamily("convnext"), data, "16-mixed")
+    assert advice.error_before > 0.1
+    assert advice.error_after < 0.02
+    assert all("layers.0." in pattern for pattern in advice.pins), str(advice)
+
+
 # ---------------------------------------------------------------------- FP8
 
 
