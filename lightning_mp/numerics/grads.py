@@ -198,10 +198,13 @@ def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
     norms = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
-    for dtype, places in chain.from_iterable(by_dtype.items() for by_dtype in _places(tensors).values()):
-        alike = compat.norms([tensors[place] for place in places], 2, torch.float32 if dtype in HALF else None)
-        moved = torch.stack([*alike]).to(device, torch.float32)  # together: each copy from another device waits
-        for place, norm in zip(places, moved.unbind(), strict=True):
+    for by_dtype in _places(tensors).values():
+        alike: list[Tensor] = []
+        for dtype, places in by_dtype.items():
+            found = compat.norms([tensors[place] for place in places], 2, torch.float32 if dtype in HALF else None)
+            alike.append(torch.stack([*found]).to(torch.float32))
+        moved = (torch.cat(alike) if len(alike) > 1 else alike[0]).to(device)  # together: a copy from elsewhere waits
+        for place, norm in zip(chain.from_iterable(by_dtype.values()), moved.unbind(), strict=True):
             norms[place] = norm
     return torch.stack(norms)
 
