@@ -26,7 +26,7 @@ RUN = {
     "LoRA, QLoRA": "tests/plan/test_quantized.py",
     "EMA, weight averaging": "tests/plan/test_schedulers.py::ema",
     "SWA": "tests/strategies/test_features_gloo.py::swa",
-    "a GAN, two optimizers": "tests/fsdp2/test_unit_state_gloo.py::test_a_gan_steps_each_net",
+    "a GAN, two optimizers": "tests/support/features.py::two_optimizers_of_a_gan",
     "Muon": "tests/conformance/optimizers.py::muon",
     "SAM, LBFGS": "tests/plan/test_optimizer_facts.py::SAM",
     "a gradient penalty": "test_a_gradient_penalty_trains_and_is_computed_under_autocast_inside_a_pin",
