@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan, PlanError, first_difference
@@ -16,10 +25,17 @@ from lightning_mp.cli import app
 from support.comparing import same
 
 IDS = torch.arange(64).reshape(2, 32) % 50
+IMAGES = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.tensor([0, 1, 2, 3])}
 MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=50, bos_token_id=0)),
     "llama": lambda: LlamaForCausalLM(
         LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
+    ),
+    "resnet": lambda: ResNetForImageClassification(
+        ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=4)
+    ),
+    "convnext": lambda: ConvNextForImageClassification(
+        ConvNextConfig(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, num_labels=4)
     ),
 }
 
@@ -93,10 +109,11 @@ def test_what_is_planted_is_the_first_difference(case: str) -> None:
 )
 def test_a_healthy_model_has_none(model: str, b: str, backend: str) -> None:
     torch.manual_seed(0)
-    found = first_difference(MODELS[model](), {"input_ids": IDS, "labels": IDS}, "32-true", b, compile=backend)
+    batch = IMAGES if model in ("resnet", "convnext") else {"input_ids": IDS, "labels": IDS}
+    found = first_difference(MODELS[model](), batch, "32-true", b, compile=backend)
     assert found.rows == ()
     assert found.left_out == {}
-    assert found.compared > 20
+    assert found.compared > 15
     assert "no module differs by more than its format explains" in str(found)
 
 
