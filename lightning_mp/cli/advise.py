@@ -180,9 +180,10 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     shape, best, terminal = found.shape, found.best, console()
 
     def say(text: str, first: str = "", rest: str = "") -> None:
-        indents = {"initial_indent": first, "subsequent_indent": first + rest}
-        lines = textwrap.fill(text, terminal.width, break_on_hyphens=False, **indents)
-        terminal.print(lines, highlight=False, markup=False)
+        wrapped = textwrap.TextWrapper(
+            terminal.width, initial_indent=first, subsequent_indent=first + rest, break_on_hyphens=False
+        )
+        terminal.print(wrapped.fill(text), highlight=False, markup=False)
 
     where = f"{best.layout.gpus} x {found.gpu.word}"
     say(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {where}.")
