@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.torch import is_compiled
-from lightning_mp.errors import PlanError
+from lightning_mp.errors import Fault, PlanError
 from lightning_mp.fsdp2.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import grads
@@ -61,6 +61,12 @@ class ShardedEngine(StepEngine):
             if optimizers:
                 self._unused = sharding_compat.UnusedParameters(model, self.device)
                 self._connected.callback(self._unused.release)
+
+    def on_trained_changed(self) -> None:
+        """Raise a RuntimeError within an accumulation window under FSDP1, whose flat gradients would lose it."""
+        if self._flat_groups and self.pending:
+            given = "parameters frozen or unfrozen within an accumulation window, with FSDP1"
+            raise RuntimeError(str(Fault(given, fix="change them after a step, or use strategy='mp_fsdp2'")))
 
     def unscale(self, optimizer: Optimizer) -> None:
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""

@@ -31,7 +31,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.compat.torch_sharding import FSDP1_ROOT
 from lightning_mp.errors import Faults
 from lightning_mp.fsdp2.engine import ShardedEngine
-from lightning_mp.fsdp2.units import Wrap, broadcast_from_first, units
+from lightning_mp.fsdp2.units import Wrap, broadcast_from_first, share_buffers, units
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
@@ -168,9 +168,16 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         """``wrap()`` in ``configure_model`` does nothing: flat parameters could no longer be cast."""
         yield
 
+    def _share_buffers(self) -> None:
+        """A batch norm evaluates with the first rank's statistics, which are those that are saved."""
+        share_buffers(self._user_module, self.root_device)
+
+    on_validation_start = on_test_start = on_predict_start = on_train_end = _share_buffers
+
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._share_buffers()
         with self._whole_states():
             return self._wrapped.state_dict()
 

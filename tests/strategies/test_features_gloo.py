@@ -111,6 +111,18 @@ def cells() -> Iterator[Any]:
                 yield pytest.param(column, name, mode, window, marks=marks)
 
 
+#: of FSDP1, which is kept for those who have it: what it would do otherwise than one device
+FSDP1: dict[str, str | None] = {
+    "batch_norm_evaluated": None,
+    **dict.fromkeys(MIDWAY, "within an accumulation window, with FSDP1"),
+}
+
+
+def fsdp1() -> Iterator[Any]:
+    for name in FSDP1:
+        yield pytest.param("fsdp1", name, "32-true", 1)
+
+
 @pytest.fixture(scope="module")
 def one_device() -> Iterator[Ranks]:
     """A process, and what ran in it."""
@@ -124,7 +136,7 @@ def alone_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("alone")
 
 
-@pytest.mark.parametrize(("strategy", "name", "mode", "window"), [*cells()])
+@pytest.mark.parametrize(("strategy", "name", "mode", "window"), [*cells(), *fsdp1()])
 def test_it_is_the_same_as_on_one_device_or_refused(
     strategy: str,
     name: str,
@@ -137,7 +149,7 @@ def test_it_is_the_same_as_on_one_device_or_refused(
 ) -> None:
     (alone,) = one_device.run(Ran(name, "single", str(alone_in / f"{name}-{mode}-{window}"), mode, window))
     halves = IN_HALVES if mode.endswith("mixed") and strategy.startswith(("deepspeed_zero1", "deepspeed_zero2")) else {}
-    refusal = {**REFUSED[strategy], **halves}.get(name, alone.get("refused"))
+    refusal = {**REFUSED.get(strategy, FSDP1), **halves}.get(name, alone.get("refused"))
     for each in ranks.run(Ran(name, strategy, str(tmp_path), mode, window)):
         assert "failed" not in each, each["failed"]
         if refusal is None:
