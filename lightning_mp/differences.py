@@ -18,10 +18,8 @@ from lightning_mp.compat.torch import TorchDispatchMode, in_backward
 from lightning_mp.errors import Faults, one_line
 from lightning_mp.modules.patterns import has_own_forward, original_class
 from lightning_mp.numerics.dtypes import dtype_name, floating_in, map_tensors, to_torch
-from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
-from lightning_mp.pin_advice import HARMFUL, ROUNDOFF
-from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, copy_under
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import output_in
 from lightning_mp.policy import PrecisionPolicy
@@ -118,13 +116,7 @@ class _Side:
 
     def __init__(self, module: nn.Module, policy: PrecisionPolicy, device: torch.device, rng: Any) -> None:
         self.policy, self.device, self._rng = policy, device, rng
-        self.root = deepcopy(module)
-        engine = EagerEngine(policy, device=device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
-        with Faults("first_difference") as faults:
-            engine.check(self.root, faults)
-        engine.prepare(self.root)
-        for dropout in (one for one in self.root.modules() if original_class(one).__name__.endswith("Dropout")):
-            dropout.eval()  # two formats need not draw the same numbers
+        self.root = copy_under(policy, module, device, "first_difference")
         self.named = dict(self.root.named_modules())
         for config in (cast("Any", getattr(part, "config", None)) for part in self.named.values()):
             if getattr(config, "use_cache", False):

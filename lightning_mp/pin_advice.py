@@ -251,6 +251,22 @@ def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], d
     return replace(advice, comparison=found)
 
 
+def copy_under(policy: PrecisionPolicy, module: nn.Module, device: torch.device, subject: str) -> nn.Module:
+    """A copy of the module as it runs under ``policy``, with dropout off: two formats need not draw the same numbers.
+
+    Raises:
+        PlanError: by ``subject``; the module cannot run under it.
+    """
+    copied = deepcopy(module)
+    engine = EagerEngine(policy, device=device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
+    with Faults(subject) as faults:
+        engine.check(copied, faults)
+    engine.prepare(copied)
+    for dropout in (one for one in copied.modules() if original_class(one).__name__.endswith("Dropout")):
+        dropout.eval()
+    return copied
+
+
 class _Search:
     """Runs copies of one module under sets of pins, and compares their gradients."""
 
@@ -278,15 +294,7 @@ class _Search:
     # ------------------------------------------------------------------ gradients
 
     def _prepared(self, policy: PrecisionPolicy) -> nn.Module:
-        """A copy of the module as it runs under ``policy``."""
-        copied = deepcopy(self._module)
-        engine = EagerEngine(policy, device=self._device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
-        with Faults("suggest_pins") as faults:
-            engine.check(copied, faults)
-        engine.prepare(copied)
-        for dropout in (one for one in copied.modules() if original_class(one).__name__.endswith("Dropout")):
-            dropout.eval()  # two formats need not draw the same numbers
-        return copied
+        return copy_under(policy, self._module, self._device, "suggest_pins")
 
     def _loss(self, copied: nn.Module, batch: Any, policy: PrecisionPolicy) -> Tensor:
         set_rng_state(self._rng, self._device)
