@@ -76,9 +76,9 @@ def test_weights_gathered_in_fp8_change_no_bit(ranks: Ranks, strategy: str, opti
     ("strategy", "options", "says"),
     [
         ("fsdp1", BLOCK, "with PlanFSDP1Strategy, which gathers weights as they are stored"),
-        ("fsdp2", {"reshard_after_forward": 2, **BLOCK}, "beside reshard_after_forward=2"),
-        ("fsdp2", {"cpu_offload": True, **BLOCK}, "beside cpu_offload=True"),
-        ("fsdp2", {"compile": True, **BLOCK}, "beside compile=True"),
+        ("fsdp2", {"reshard_after_forward": 2, **BLOCK}, "with reshard_after_forward=2"),
+        ("fsdp2", {"cpu_offload": True, **BLOCK}, "with cpu_offload=True"),
+        ("fsdp2", {"compile": True, **BLOCK}, "with compile=True"),
     ],
 )
 def test_what_cannot_gather_in_fp8_is_refused(ranks: Ranks, strategy: str, options: Any, says: str) -> None:
