@@ -68,7 +68,7 @@ class PlanStrategy(RunsPlan):
             "strategy": type(self).__name__,
             "world_size": getattr(self, "world_size", 1),
         }
-        path = without_file_protocol(self.broadcast(filepath))
+        path = str(without_file_protocol(self.broadcast(filepath)))
         if self.saves_folders and self.folders_are_local and is_remote_path(path):
             raise CheckpointFormatError(*_remote(path))
         if self.saves_folders:
@@ -99,7 +99,7 @@ class PlanStrategy(RunsPlan):
         Raises:
             CheckpointFormatError: nothing at the path is a checkpoint.
         """
-        path = without_file_protocol(self.broadcast(checkpoint_path))
+        path = str(without_file_protocol(self.broadcast(checkpoint_path)))
         with self._optimizers_while_fitting():
             own = self.reads(path)
             if own and self.own_format != "file":

@@ -36,7 +36,7 @@ class Steps(Regression):
             Shelf.before_write = staticmethod(self.before_write)
 
     def before_write(self, path: str) -> None:
-        if self.kill_at == self.global_step and rank() == 0 and path.endswith(".distcp"):
+        if rank() == 0 and path.endswith(".distcp") and f"step={self.kill_at}." in path:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.waits and not path.endswith("meta.pt"):
             assert self.next_began.wait(60), "training waits for the checkpoint"
