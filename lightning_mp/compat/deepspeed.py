@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mp.compat import patched
-from lightning_mp.compat.torch import become, new_hooks_first
+from lightning_mp.compat.torch import new_hooks_first
 
 
 def restore_linear() -> None:
@@ -232,56 +232,6 @@ def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
         zero._link_all_hp_params()  # parameters hold views of their masters
 
 
-class HalfGroups:
-    """The weights that a ZeRO-1 or 2 optimizer holds in half precision, in param groups of their own, beside masters.
-
-    Args:
-        zero: the optimizer.
-        names: of the weights, by ``id``.
-        wrap: makes of values and a name a tensor that reports fp32, and whose ``data`` takes values of either dtype.
-    """
-
-    def __init__(self, zero: Any, names: Mapping[int, str], wrap: Callable[[Tensor, str], Tensor]) -> None:
-        self._zero = zero
-        self._places = [place for place, group in enumerate(zero.bit16_groups) if id(group[0]) in names]
-        self._weights: list[Any] = [weight for place in self._places for weight in zero.bit16_groups[place]]
-        for weight in self._weights:
-            become(weight, nn.Parameter(wrap(weight.detach().bfloat16(), names[id(weight)])))
-            if weight._hp_mapping is not None:
-                weight._hp_mapping.lp_fragment = None  # a view, which would keep the fp32 values
-        zero._restore_from_bit16_weights = self._refresh_masters
-
-    def _refresh_masters(self) -> None:
-        """As DeepSpeed's own, but from no weights that are rounded."""
-        zero = self._zero
-        for place, master in enumerate(zero.single_partition_of_fp32_groups):
-            part = zero.parallel_partitioned_bit16_groups[place][dist.get_rank(zero.real_dp_process_group[place])]
-            if part.dtype == zero.bit16_groups[place][0].dtype:
-                master.data.copy_(part)
-
-    def hold(self, dtype: torch.dtype) -> None:
-        """Hold the values at hand in ``dtype``; masters stay what they are."""
-        zero = self._zero
-        for place in self._places:
-            flat = zero.bit16_groups_flat[place] = zero.bit16_groups_flat[place].to(dtype)
-            zero.parallel_partitioned_bit16_groups[place] = zero.get_data_parallel_partitions(flat, place)
-            zero._update_model_bit16_weights(place)
-
-    def hold_masters(self) -> None:
-        """Hold the masters, gathered: every rank calls it."""
-        self._zero.refresh_fp32_params()  # of the other groups, which are gathered too
-        self.hold(torch.float32)
-        self._zero.update_lp_params()
-
-    def release(self) -> None:
-        """Make the weights ordinary fp32 parameters of the values at hand."""
-        self.hold(torch.float32)
-        for weight in self._weights:
-            become(weight, nn.Parameter(weight.held))
-            del weight.held, weight.label, weight._is_param
-        self._places, self._weights = [], []
-
-
 def trained_groups(zero: Any) -> list[list[Tensor]]:
     """The parameters of a ZeRO-1 or 2 optimizer, by param group."""
     return zero.bit16_groups
@@ -343,10 +293,7 @@ def after_gathered_change(parameter: Any, call: Callable[[], None]) -> Callable[
 
 
 def local_part(parameter: Any) -> Tensor:
-    """The rank's part of a parameter that stage 3 has split, or of its master under 1 and 2; flat, without padding."""
-    if not is_partitioned(parameter):
-        fragment = parameter._hp_mapping
-        return parameter.new_empty(0) if fragment is None else fragment.get_hp_fragment().detach()
+    """The rank's part of a partitioned parameter, flat and without padding."""
     return _unpadded(parameter, parameter.ds_tensor)
 
 

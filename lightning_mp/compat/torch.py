@@ -31,19 +31,6 @@ def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:
     return cast("Any", Tensor)._make_wrapper_subclass(cls, tensor.shape, tensor.stride(), **options)
 
 
-def become(tensor: Any, other: Any) -> None:
-    """Give ``tensor`` the class, attributes and values of ``other``, which is of no use afterwards; its own hooks stay.
-
-    As ``torch.utils.swap_tensors``, which loses hooks, and refuses where somebody has a weak reference.
-    """
-    attributes = vars(other)
-    tensor.__class__, other.__class__ = type(other), type(tensor)
-    cast("Any", torch)._C._swap_tensor_impl(tensor, other)
-    vars(tensor).update(attributes)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        setattr(tensor, hooks, getattr(tensor, hooks))  # again, for autograd knows of none yet
-
-
 # ------------------------------------------------------------------ gradients and the scale
 
 

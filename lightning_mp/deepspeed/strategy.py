@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from os import PathLike
@@ -19,7 +19,6 @@ from lightning_mp.checkpoints.folders import loads_alike, resumable
 from lightning_mp.checkpoints.formats import without_file_protocol
 from lightning_mp.compat import require_versions
 from lightning_mp.compat.deepspeed import (
-    HalfGroups,
     cast_partition,
     gather_as,
     halve_masters,
@@ -107,8 +106,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     own_format = "deepspeed"
     #: by param group in the engine, the user's that it was split off
     _came_from: Sequence[int] = ()
-    #: the weights that stage 1 or 2 holds in half precision while it trains
-    _halves: HalfGroups | None = None
 
     def __init__(
         self,
@@ -231,7 +228,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        halves = self._half_names(model) if self._stage < 3 else {}
         if optimizer is not None:
             with Faults("strategy") as faults:
                 self._engine.check_optimizers([optimizer], faults)
@@ -239,16 +235,14 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 if lr_scheduler is not None and given is not None:
                     both = f"scheduler={given!r} in the JSON and {type(lr_scheduler).__name__} in configure_optimizers"
                     faults.add(both, fix="remove one")
-            self._came_from = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, halves)
+            self._came_from = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler)
         for parameter in model.parameters():
             cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
-        trained = by_dtype((parameter for parameter in model.parameters() if parameter.requires_grad), halves)
+        trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
             halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
-            self._halves = HalfGroups(zero, halves, half_weights.MasteredWeight)
-            self._halves.hold(self._compute_dtype)
         return engine, zero
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -271,23 +265,14 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         )
         if self._stage == 3:
             # Gather in the compute dtype what autocast alone computes with; partitions stay as stored.
-            names = self._half_names(model)
-            gathered = {
-                id(one): gather_as(one, self._compute_dtype if id(one) in names else None) for one in model.parameters()
-            }
-            self._engine.halves = {key: name for key, name in names.items() if gathered[key]}
+            policy, names = plan_of(self).policy, dict[int, str]()
+            for weight in half_weights.survey(model, self._engine.pin_map, policy):
+                halves = weight.reason is None and weight.tensor.dtype == torch.float32
+                if gather_as(weight.tensor, to_torch(policy.compute_dtype) if halves else None):
+                    names[id(weight.tensor)] = weight.name
+            self._engine.halves = names
             reduce_as_stored(zero)
         return engine, zero
-
-    @property
-    def _compute_dtype(self) -> torch.dtype:
-        return to_torch(plan_of(self).policy.compute_dtype)
-
-    def _half_names(self, model: nn.Module) -> dict[int, str]:
-        """By ``id``, the names of fp32 weights that may be held or gathered in the compute dtype; no vectors."""
-        weights = half_weights.survey(model, self._engine.pin_map, plan_of(self).policy)
-        fp32 = (one for one in weights if one.tensor.dtype == torch.float32)
-        return {id(w.tensor): w.name for w in fp32 if w.reason is None and (self._stage == 3 or w.tensor.dim() > 1)}
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -315,25 +300,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
         restore_linear()
-        self._release(gather=self.world_size == 1)  # after a failure nobody waits for another rank
         super().teardown()
-
-    def _release(self, *, gather: bool = True) -> None:
-        """Make the weights fp32 parameters again: the masters, or what is at hand."""
-        if self._halves is not None:
-            if gather:
-                self._halves.hold_masters()
-            self._halves.release()
-            self._halves = None
-
-    @contextmanager
-    def _fp32_weights(self) -> Generator[None, None, None]:
-        """Within it stage 1 and 2 hold the masters; all ranks enter it."""
-        if self._halves is not None:
-            self._halves.hold_masters()
-        yield
-        if self._halves is not None:
-            self._halves.hold(self._compute_dtype)
 
     # ------------------------------------------------------------------ the step
 
@@ -349,7 +316,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def on_train_end(self) -> None:
         """The last batch's hooks may have changed weights too."""
         self._engine.check_weights()
-        self._release()
         self._share_buffers()
 
     def _share_buffers(self) -> None:
@@ -380,8 +346,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         first = [source_group.index(group) for group in range(len(set(source_group)))]
         for state in checkpoint.get("lr_schedulers", ()) if len(first) < len(source_group) else ():
             regroup(state, len(source_group), first)
-        with self._fp32_weights():
-            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder that as many ranks of the same stage wrote with everything, all else without optimizer state.
@@ -390,7 +355,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             CheckpointFormatError: no checkpoint.
         """
         path = without_file_protocol(self.broadcast(checkpoint_path))
-        with self._optimizers_while_fitting(), self._fp32_weights():
+        with self._optimizers_while_fitting():
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)
             self._engine.override_zero_settings()
             source_group = self._came_from
@@ -472,28 +437,28 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
 
 
-def by_dtype(parameters: Iterable[Tensor], halves: Container[int] = ()) -> list[list[Tensor]]:
+def by_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Trained parameters in lists of one dtype, fp32 first; frozen ones, which are not flattened, end the first list.
 
-    DeepSpeed takes the first parameter's dtype for that of the engine. ``halves`` have lists of their own, by ``id``.
+    DeepSpeed takes the first parameter's dtype for that of the engine.
     """
     everything = list(parameters)
     trained, frozen = ([one for one in everything if one.requires_grad == wanted] for wanted in (True, False))
-    kinds = [(one.dtype != torch.float32, str(one.dtype), id(one) in halves) for one in trained]
-    lists = [[one for one, own in zip(trained, kinds, strict=True) if own == kind] for kind in sorted({*kinds})] or [[]]
+    dtypes = sorted({parameter.dtype for parameter in trained}, key=lambda dtype: (dtype != torch.float32, str(dtype)))
+    lists = [[parameter for parameter in trained if parameter.dtype == dtype] for dtype in dtypes] or [[]]
     lists[0] += frozen
     return lists
 
 
-def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] = ()) -> list[int]:
+def split_by_dtype(optimizer: Optimizer, scheduler: Any) -> list[int]:
     """Split groups that hold several dtypes, in place; for each new group, the index of the one it came from.
 
     A group whose trained parameters are fp32 comes first, one with none to train last. A scheduler's lists of one entry
     a group follow.
     """
     old = optimizer.param_groups
-    pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"], halves)]
-    pieces.sort(key=lambda piece: _rank(piece[1], halves))  # stable
+    pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"])]
+    pieces.sort(key=lambda piece: _rank(piece[1]))  # stable
     source_group = [index for index, _ in pieces]
     groups = [dict(old[at]) if at in source_group[:place] else old[at] for place, at in enumerate(source_group)]
     for group, (_, members) in zip(groups, pieces, strict=True):
@@ -504,10 +469,10 @@ def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] 
     return source_group
 
 
-def _rank(members: Sequence[Tensor], halves: Container[int]) -> int:
+def _rank(members: Sequence[Tensor]) -> int:
     if not members or not members[0].requires_grad:
         return 2
-    return int(members[0].dtype != torch.float32 or id(members[0]) in halves)
+    return int(members[0].dtype != torch.float32)
 
 
 def regroup(state: dict[str, Any], size: int, source_group: Sequence[int]) -> None:

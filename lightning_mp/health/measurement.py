@@ -24,7 +24,6 @@ from lightning_mp.compat.torch import takes_flag
 from lightning_mp.fsdp2.engine import flat_groups
 from lightning_mp.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.health.throughput import FLOPS, SECONDS, Processed
-from lightning_mp.modules.half_weights import MasteredWeight
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import HALF
@@ -260,7 +259,7 @@ class Layout:
 
     def parameter(self, parameter: Tensor) -> Shard:
         """This rank's shard of ``parameter``."""
-        if self.zero and (compat.is_partitioned(parameter) or isinstance(parameter, MasteredWeight)):
+        if self.zero and compat.is_partitioned(parameter):
             return Shard(compat.local_part(parameter), _everyone())
         if is_remote(parameter):
             return Shard(parameter.new_empty(0), self._groups(parameter))

@@ -20,7 +20,7 @@ from lightning_mp.errors import PlanError
 from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import original_class
 from lightning_mp.modules.pins import PinMap
-from lightning_mp.numerics.dtypes import dtype_name, floating_in, is_plain, map_tensors
+from lightning_mp.numerics.dtypes import dtype_name, floating_in, is_plain
 from lightning_mp.policy import PrecisionPolicy
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -123,9 +123,9 @@ class AutocastWeight(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["held"], None  # without the name: blocks that differ in it alone share a graph
 
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], _context: None, _size: Any, _stride: Any) -> AutocastWeight:
-        return cls(inner["held"], "a weight of a compiled module")
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _context: None, _size: Any, _stride: Any) -> AutocastWeight:
+        return AutocastWeight(inner["held"], "a weight of a compiled module")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,34 +135,15 @@ class AutocastWeight(Tensor):
             if name == "_to_copy" and kwargs.get("dtype") is held.dtype:
                 return held.detach()
             if func.is_view:
-                return cls._wrapped(func(held, *args[1:], **kwargs), label)
+                return _wrapped(func(held, *args[1:], **kwargs), label)
             if reads_no_value(name):
                 return func(held, *args[1:], **{"dtype": torch.float32, **kwargs})
         other = next(item for item in floating_in([args, kwargs]) if isinstance(item, AutocastWeight))
         raise other_use(other.label, other.held.dtype, func)
 
-    @classmethod
-    def _wrapped(cls, found: Any, label: str) -> Any:
-        return cls(found, label) if isinstance(found, Tensor) else [cls(one, label) for one in found]
 
-
-class MasteredWeight(AutocastWeight):
-    """One whose strategy has its fp32 values elsewhere; while ``held`` is those, it is an ordinary fp32 weight."""
-
-    #: DeepSpeed sets it to a piece of what it holds
-    data: Any = property(Tensor.detach, lambda self, values: setattr(self, "held", getattr(values, "held", values)))
-
-    def data_ptr(self) -> int:
-        """By it DeepSpeed tells ties when it saves."""
-        return self.held.data_ptr()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [args, kwargs or {}]
-        if any(isinstance(one, cls) and one.held.dtype != torch.float32 for one in floating_in(given)):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        args, kwargs = map_tensors(given, lambda one: one.held if isinstance(one, cls) else one)
-        return func(*args, **kwargs)
+def _wrapped(found: Any, label: str) -> Any:
+    return AutocastWeight(found, label) if isinstance(found, Tensor) else [AutocastWeight(one, label) for one in found]
 
 
 def reads_no_value(name: str) -> bool:

@@ -107,7 +107,7 @@ def _is_packed(key: str, tensor: Tensor) -> bool:
 
 
 def _is_quantized(key: str, parameter: Tensor) -> bool:
-    if is_plain(parameter) or _is_prepared(parameter) or _is_marked(parameter):
+    if is_plain(parameter) or _is_sharded(parameter) or _is_marked(parameter):
         return False
     integer = type(parameter) is nn.Parameter and not _is_float8(parameter)  # or complex
     return _is_packed(key, parameter) if integer else True
@@ -120,16 +120,15 @@ def _is_marked(tensor: Tensor) -> bool:
     return type(tensor.data) is Tensor and tensor.dtype in _ORDINARY
 
 
-def _is_prepared(parameter: Tensor) -> bool:
-    """Whether a strategy has sharded it, or holds it in half precision."""
-    return hasattr(parameter, "to_local") or hasattr(parameter, "held")
+def _is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "to_local")
 
 
 def uncastable(module: nn.Module) -> set[int]:
-    """``id`` of the module's own tensors that are not ``castable``; what a strategy has prepared was cast before."""
+    """``id`` of the module's own tensors that are not ``castable``; one that is sharded has been cast before."""
     cast = set(map(id, castable(module)))
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return {id(tensor) for tensor in own if id(tensor) not in cast and not _is_prepared(tensor)}
+    return {id(tensor) for tensor in own if id(tensor) not in cast and not _is_sharded(tensor)}
 
 
 def cast_module_(

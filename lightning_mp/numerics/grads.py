@@ -51,9 +51,9 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, or of a weight in half precision, in the same storage; else the tensor."""
+    """What this rank holds of a DTensor, in the same storage; any other tensor itself."""
     if not hasattr(tensor, "to_local"):
-        return getattr(tensor, "held", tensor)
+        return tensor
     with torch.no_grad():  # else to_local() would be recorded, and hand out a view
         return cast("Any", tensor).to_local()
 

@@ -87,9 +87,9 @@ def halved_scales(steps: int, bad: int) -> list[float]:
     return [INIT_SCALE / 2 if step >= bad else INIT_SCALE for step in range(steps)]
 
 
-#: bytes on a rank of parameters, gradients and optimizer state. S: bytes as stored, H: those with linear layers'
-#: weights in the compute dtype, P: numbers, N: ranks. ZeRO steps a copy of its partition, and
-#: gathers its gradients in fp32; with offload stage 3 accumulates on the device, and steps a copy on the CPU
+#: bytes on a rank of parameters, gradients and optimizer state. S: bytes as stored, P: numbers, N: ranks. ZeRO steps a
+#: copy of its partition, and gathers its gradients in fp32; with offload stage 3 accumulates on the device, and steps a
+#: copy on the CPU
 FORMULAS = {
     "single": "S, S, 2S",
     "ddp": "S, S, 2S",
@@ -99,24 +99,22 @@ FORMULAS = {
     "fsdp1": "S/N, S/N, 2S/N",
     "fsdp2_offload": "S/N, S/N, 2S/N",
     "pipeline": "S/N, S/N, 2S/N (stages of equal size)",
-    "deepspeed_zero1": "H + S/N, 4P/N, 2S/N",
-    "deepspeed_zero2": "H + S/N, 4P/N, 2S/N",
-    "deepspeed_zero2_offload": "H + S/N, 4P/N, 2S/N",
+    "deepspeed_zero1": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero2": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",
     "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N",
     "deepspeed_zero3_offload": "S/N + S/N, 4P/N + 4P/N, 2S/N",
 }
 
 
 def by_formula(strategy: str, **sizes: float) -> list[float]:
-    """The formula's terms with numbers for its letters."""
-    terms = re.sub(r"(\d)([SHP])", r"\1*\2", FORMULAS[strategy].partition(" (")[0]).split(", ")
+    """The formula's terms with numbers for S, P and N."""
+    terms = re.sub(r"(\d)([SP])", r"\1*\2", FORMULAS[strategy].partition(" (")[0]).split(", ")
     return [float(eval(term, dict(sizes))) for term in terms]
 
 
 def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
     """Parameters, gradients and optimizer state at the optimizer step."""
     as_stored = sum(count * SIZES[stored(row)[name]] for name, count in whole(row).items())
-    linears = [one for one in _model(row).modules() if isinstance(one, nn.Linear)] if row.policy.mixed else []
-    halved = sum(one.weight.numel() for one in linears) * (SIZES["fp32"] - SIZES[row.policy.compute])
-    found = by_formula(strategy, S=as_stored, H=as_stored - halved, P=sum(whole(row).values()), N=world(strategy))
+    found = by_formula(strategy, S=as_stored, P=sum(whole(row).values()), N=world(strategy))
     return dict(zip(("parameters", "gradients", "optimizer"), found, strict=True))

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import Trainer
-from lightning_mp.modules.half_weights import MasteredWeight
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
-from support.sharded import full
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -27,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
     shard = getattr(tensor, "ds_tensor", None)  # ZeRO-3: the parameter itself is empty between uses
     if shard is not None:
         return shard
-    tensor = tensor.held if isinstance(tensor, MasteredWeight) else tensor.detach()
+    tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -47,7 +45,7 @@ def stored(module: nn.Module) -> dict[str, str]:
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
     """Name → a copy of what is trained here."""
-    return {name: full(one) if isinstance(one, MasteredWeight) else local(one).clone() for name, one in _here(module)}
+    return {name: local(one).clone() for name, one in _here(module)}
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -60,10 +60,6 @@ ZERO = {
 }
 ON_ONE_RANK = [*APART, *HEADS_APART, *ONE_RANK_MIDWAY, "a_layer_is_used_on_one_rank"]
 ZERO_12 = {**ZERO, **dict.fromkeys(ON_ONE_RANK, OTHER_GRADIENTS), ONE_RANK_MIDWAY[1]: CHANGES}
-#: what stages 1 and 2 hold in half precision is neither read nor written
-IN_HALVES = dict.fromkeys(
-    ["all_weights_in_the_loss", "clamps_weights_after_the_step", "clamps_gathered_weights"], ELSEWHERE
-)
 #: of stages that step a parameter with what an earlier pass, or window, left
 LEFT_OVER = {"heads_by_turns_in_a_window": NO_GRADIENT}
 FSDP2 = {
@@ -148,8 +144,7 @@ def test_it_is_the_same_as_on_one_device_or_refused(
     tmp_path: Path,
 ) -> None:
     (alone,) = one_device.run(Ran(name, "single", str(alone_in / f"{name}-{mode}-{window}"), mode, window))
-    halves = IN_HALVES if mode.endswith("mixed") and strategy.startswith(("deepspeed_zero1", "deepspeed_zero2")) else {}
-    refusal = {**REFUSED.get(strategy, FSDP1), **halves}.get(name, alone.get("refused"))
+    refusal = REFUSED.get(strategy, FSDP1).get(name, alone.get("refused"))
     for each in ranks.run(Ran(name, strategy, str(tmp_path), mode, window)):
         assert "failed" not in each, each["failed"]
         if refusal is None:

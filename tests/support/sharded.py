@@ -22,7 +22,6 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_mp import PlanError
-from lightning_mp.modules.half_weights import MasteredWeight
 from lightning_mp.modules.patterns import plain_name
 from support import hf
 from support.models import FEATURES, InfiniteGradient, Regression
@@ -191,10 +190,6 @@ class Readings(Callback):
 
 def full(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor; every rank calls it."""
-    if isinstance(tensor, MasteredWeight):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(tensor)
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
