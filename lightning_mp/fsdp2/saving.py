@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
@@ -81,7 +81,7 @@ class Saves:
         if self._thread is None:
             self._thread, self._group = ThreadPoolExecutor(1), dist.new_group(backend="gloo")
         copied = map_tensors(content, lambda tensor: tensor.detach().to("cpu", copy=True))
-        self._writing = self._thread.submit(_Folder(path, copied, folder.extra, first_of_node).write, self._group)
+        self._writing = self._thread.submit(replace(folder, content=copied).write, self._group)
         return None
 
     def remove(self, remove: Callable[[], object]) -> None:
