@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -230,6 +230,55 @@ def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
             changed = True
     if changed:
         zero._link_all_hp_params()  # parameters hold views of their masters
+
+
+class HalfGroups:
+    """Param groups whose weights a ZeRO-1 or 2 optimizer holds in ``dtype``, beside fp32 masters of all their bits.
+
+    Gradients stay fp32. What was written to a weight since it was last rounded goes to its master.
+    """
+
+    def __init__(self, zero: Any, weights: Container[int], dtype: torch.dtype) -> None:
+        self._zero, self._dtype = zero, dtype
+        self._places = [place for place, group in enumerate(zero.bit16_groups) if id(group[0]) in weights]
+        for weight in (weight for place in self._places for weight in zero.bit16_groups[place]):
+            weight.grad_dtype = torch.float32
+            if weight._hp_mapping is not None:
+                weight._hp_mapping.lp_fragment = None  # a view, which would keep the fp32 values
+        zero._restore_from_bit16_weights = self._refresh_masters
+        self._hold(dtype)
+
+    def _refresh_masters(self) -> None:
+        """As DeepSpeed's own, but of weights that are rounded only from what was written to them."""
+        zero = self._zero
+        for place, master in enumerate(zero.single_partition_of_fp32_groups):
+            part = zero.parallel_partitioned_bit16_groups[place][dist.get_rank(zero.real_dp_process_group[place])]
+            written = part != master.to(part.dtype)
+            master.data.copy_(torch.where(written, part.to(master.dtype), master))
+
+    def _hold(self, dtype: torch.dtype) -> None:
+        zero = self._zero
+        for place in self._places:
+            flat = zero.bit16_groups_flat[place] = zero.bit16_groups_flat[place].to(dtype)
+            zero.parallel_partitioned_bit16_groups[place] = zero.get_data_parallel_partitions(flat, place)
+            zero._update_model_bit16_weights(place)
+
+    @contextmanager
+    def fp32(self) -> Generator[None, None, None]:
+        """Within it the weights are their masters, gathered; all ranks enter it."""
+        self.release()
+        try:
+            yield
+        finally:
+            self._hold(self._dtype)
+
+    def release(self, *, gather: bool = True) -> None:
+        """Make the weights fp32: their masters, or what this rank has of them."""
+        if gather:
+            self._zero.refresh_fp32_params()
+        self._hold(torch.float32)
+        if gather:
+            self._zero.update_lp_params()
 
 
 def trained_groups(zero: Any) -> list[list[Tensor]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -19,6 +19,7 @@ from lightning_mp.checkpoints.folders import loads_alike, resumable
 from lightning_mp.checkpoints.formats import without_file_protocol
 from lightning_mp.compat import require_versions
 from lightning_mp.compat.deepspeed import (
+    HalfGroups,
     cast_partition,
     gather_as,
     halve_masters,
@@ -93,6 +94,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         stage: what is partitioned: 1 optimizer state, 2 and gradients, 3 and parameters.
         offload_optimizer: keep optimizer state on the CPU.
         offload_parameters: keep parameters on the CPU (stage 3).
+        half_weights: while it trains, hold weights of matrix products in the compute dtype, beside fp32 masters in
+            partitions (stage 1 and 2, mixed modes); who reads a weight between steps gets it rounded.
         config: a DeepSpeed JSON (a mapping or a path) to merge; what contradicts plan or Trainer is refused.
         policy: what the JSON is checked against at once; else it is checked when the run starts.
         host: further keywords of Lightning's ``DeepSpeedStrategy``.
@@ -106,6 +109,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     own_format = "deepspeed"
     #: by param group in the engine, the user's that it was split off
     _came_from: Sequence[int] = ()
+    #: while it trains, the weights that stage 1 or 2 holds in half precision
+    _halves: HalfGroups | None = None
 
     def __init__(
         self,
@@ -113,6 +118,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         stage: int,
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
+        half_weights: bool = False,
         config: Json | None = None,
         policy: PrecisionPolicy | None = None,
         **host: Any,
@@ -128,7 +134,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         super().__init__(**cast("Any", self._zero), **host)
         self._host_defaults = self.config
         self._given = None if config is None else load_json(config)
-        self._stage = stage
+        self._stage, self._half_weights = stage, half_weights
+        if half_weights and (stage == 3 or offload_optimizer):
+            given = "stage=3, which gathers them so already" if stage == 3 else "offload_optimizer=True"
+            raise PlanError.of(f"half_weights=True with {given}", "remove one", "strategy")
         if policy is not None and policy.precision != "auto":
             self.config = self._composed(policy)
 
@@ -190,6 +199,12 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 fix="move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
         _check_storage(engine.policy, engine.pin_map, self._zero, faults)
+        if self._half_weights and not engine.policy.mixed:
+            faults.add(
+                f"half_weights=True with precision={engine.policy.precision!r}, whose weights are "
+                f"{engine.policy.storage_dtype} for products too",
+                fix="use 'bf16-mixed' or '16-mixed', or remove half_weights",
+            )
         refuse_callbacks(module, "ZeRO, whose weights and schedule are DeepSpeed's", faults)
         refuse_weights(module, faults, why="ZeRO", whole=self._stage < 3)
         try:
@@ -228,6 +243,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
+        names = self._half_names(model) if self._half_weights else {}
         if optimizer is not None:
             with Faults("strategy") as faults:
                 self._engine.check_optimizers([optimizer], faults)
@@ -235,14 +251,16 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 if lr_scheduler is not None and given is not None:
                     both = f"scheduler={given!r} in the JSON and {type(lr_scheduler).__name__} in configure_optimizers"
                     faults.add(both, fix="remove one")
-            self._came_from = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler)
+            self._came_from = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, names)
         for parameter in model.parameters():
             cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
-        trained = by_dtype(parameter for parameter in model.parameters() if parameter.requires_grad)
+        trained = by_dtype((parameter for parameter in model.parameters() if parameter.requires_grad), names)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
             halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
+        if names:
+            self._halves = HalfGroups(zero, names, self._compute_dtype)
         return engine, zero
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -265,14 +283,23 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         )
         if self._stage == 3:
             # Gather in the compute dtype what autocast alone computes with; partitions stay as stored.
-            policy, names = plan_of(self).policy, dict[int, str]()
-            for weight in half_weights.survey(model, self._engine.pin_map, policy):
-                halves = weight.reason is None and weight.tensor.dtype == torch.float32
-                if gather_as(weight.tensor, to_torch(policy.compute_dtype) if halves else None):
-                    names[id(weight.tensor)] = weight.name
-            self._engine.halves = names
+            names = self._half_names(model)
+            gathered = {
+                id(one): gather_as(one, self._compute_dtype if id(one) in names else None) for one in model.parameters()
+            }
+            self._engine.halves = {key: name for key, name in names.items() if gathered[key]}
             reduce_as_stored(zero)
         return engine, zero
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return to_torch(plan_of(self).policy.compute_dtype)
+
+    def _half_names(self, model: nn.Module) -> dict[int, str]:
+        """By ``id``, the names of fp32 weights that autocast alone computes with; of whole ones no vectors."""
+        weights = half_weights.survey(model, self._engine.pin_map, plan_of(self).policy)
+        fp32 = (one for one in weights if one.reason is None and one.tensor.dtype == torch.float32)
+        return {id(one.tensor): one.name for one in fp32 if self._stage == 3 or one.tensor.dim() > 1}
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -300,7 +327,16 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
         restore_linear()
+        self._release(gather=self.world_size == 1)  # after a failure nobody waits for another rank
         super().teardown()
+
+    def _release(self, *, gather: bool = True) -> None:
+        if self._halves is not None:
+            self._halves.release(gather=gather)
+            self._halves = None
+
+    def _fp32_weights(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._halves is None else self._halves.fp32()
 
     # ------------------------------------------------------------------ the step
 
@@ -316,6 +352,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def on_train_end(self) -> None:
         """The last batch's hooks may have changed weights too."""
         self._engine.check_weights()
+        self._release()
         self._share_buffers()
 
     def _share_buffers(self) -> None:
@@ -346,7 +383,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         first = [source_group.index(group) for group in range(len(set(source_group)))]
         for state in checkpoint.get("lr_schedulers", ()) if len(first) < len(source_group) else ():
             regroup(state, len(source_group), first)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        with self._fp32_weights():
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder that as many ranks of the same stage wrote with everything, all else without optimizer state.
@@ -355,7 +393,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             CheckpointFormatError: no checkpoint.
         """
         path = without_file_protocol(self.broadcast(checkpoint_path))
-        with self._optimizers_while_fitting():
+        with self._optimizers_while_fitting(), self._fp32_weights():
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)
             self._engine.override_zero_settings()
             source_group = self._came_from
@@ -437,28 +475,28 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
 
 
-def by_dtype(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+def by_dtype(parameters: Iterable[Tensor], halves: Container[int] = ()) -> list[list[Tensor]]:
     """Trained parameters in lists of one dtype, fp32 first; frozen ones, which are not flattened, end the first list.
 
-    DeepSpeed takes the first parameter's dtype for that of the engine.
+    DeepSpeed takes the first parameter's dtype for that of the engine. ``halves``, by ``id``, have lists of their own.
     """
     everything = list(parameters)
     trained, frozen = ([one for one in everything if one.requires_grad == wanted] for wanted in (True, False))
-    dtypes = sorted({parameter.dtype for parameter in trained}, key=lambda dtype: (dtype != torch.float32, str(dtype)))
-    lists = [[parameter for parameter in trained if parameter.dtype == dtype] for dtype in dtypes] or [[]]
+    kinds = [(one.dtype != torch.float32, str(one.dtype), id(one) in halves) for one in trained]
+    lists = [[one for one, own in zip(trained, kinds, strict=True) if own == kind] for kind in sorted({*kinds})] or [[]]
     lists[0] += frozen
     return lists
 
 
-def split_by_dtype(optimizer: Optimizer, scheduler: Any) -> list[int]:
+def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] = ()) -> list[int]:
     """Split groups that hold several dtypes, in place; for each new group, the index of the one it came from.
 
     A group whose trained parameters are fp32 comes first, one with none to train last. A scheduler's lists of one entry
     a group follow.
     """
     old = optimizer.param_groups
-    pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"])]
-    pieces.sort(key=lambda piece: _rank(piece[1]))  # stable
+    pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"], halves)]
+    pieces.sort(key=lambda piece: _rank(piece[1], halves))  # stable
     source_group = [index for index, _ in pieces]
     groups = [dict(old[at]) if at in source_group[:place] else old[at] for place, at in enumerate(source_group)]
     for group, (_, members) in zip(groups, pieces, strict=True):
@@ -469,10 +507,10 @@ def split_by_dtype(optimizer: Optimizer, scheduler: Any) -> list[int]:
     return source_group
 
 
-def _rank(members: Sequence[Tensor]) -> int:
+def _rank(members: Sequence[Tensor], halves: Container[int]) -> int:
     if not members or not members[0].requires_grad:
         return 2
-    return int(members[0].dtype != torch.float32)
+    return int(members[0].dtype != torch.float32 or id(members[0]) in halves)
 
 
 def regroup(state: dict[str, Any], size: int, source_group: Sequence[int]) -> None:

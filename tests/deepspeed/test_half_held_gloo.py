@@ -1,0 +1,263 @@
+"""``half_weights=True`` of ZeRO-1 and 2: the host's bytes, and bit for bit the run with fp32 weights."""
+
+from __future__ import annotations
+
+import io
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from support.collectives import Moved
+from support.comparing import of_sums, same
+from support.fsdp2_halves import Many, Text, text
+from support.models import same_weights
+from support.ranks import Ranks
+from support.saving import ResumableBatches, SaveAt
+from support.sharded import HOSTS, Ranked, refused, trained, whole
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.gloo
+
+
+class Held(Callback):
+    """What this rank holds before the first step, and what the weights were before the run."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.original = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        weights = dict(pl_module.named_parameters())
+        halves = [one for one in weights.values() if one.dtype != torch.float32]
+        storages = [one.detach().untyped_storage() for one in weights.values()]
+        self.bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+        self.halves = sum(one.numel() for one in halves)
+        places = {name: one._hp_mapping for name, one in weights.items() if one._hp_mapping is not None}
+        self.masters = {
+            name: (place.lp_fragment_address.start, place.get_hp_fragment().detach().clone())
+            for name, place in places.items()
+        }
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A run, and the same one with fp32 weights."""
+
+    host: str
+    mode: str
+    module: Any
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    strategy: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def run(self) -> dict[str, Any]:
+        return {"half": self._run(half_weights=True), "fp32": self._run()}
+
+    def _run(self, **how: Any) -> dict[str, Any]:
+        held, moved, module = Held(), Moved(), self.module()
+        data = {"data": text()} if isinstance(module, Text) else {}
+        found = trained(
+            self.mode, HOSTS[self.host](**self.strategy, **how), module, callbacks=[held, moved], **data, **self.options
+        )
+        kept = {key: getattr(held, key) for key in ("bytes", "halves", "masters", "original")}
+        return {**kept, "run": found, "dtypes": {one.dtype for one in module.parameters()}, "steps": moved.steps}
+
+
+class Compiled(Many):
+    """Its blocks are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net[:2]:
+            block.compile(backend="aot_eager", dynamic=False)
+
+
+class Hooked(Many):
+    """Hooks on gradients of weights, from before the run and from within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def on_fit_start(self) -> None:
+        self.net[0].one.weight.register_hook(lambda gradient: gradient * 0.25)
+
+
+SMALL_BUCKETS = {"config": {"zero_optimization": {"reduce_bucket_size": 300, "allgather_bucket_size": 300}}}
+SGD = partial(Ranked, optimizer="sgd")
+RUNS = {
+    "llama": Beside("zero1", "bf16-mixed", partial(Text, "llama")),
+    "gpt2, whose table is tied": Beside("zero2", "bf16-mixed", partial(Text, "gpt2")),
+    "ties, a weight used twice, attention": Beside("zero2", "bf16-mixed", Many),
+    "fp16 with skips": Beside("zero1", "16-mixed", partial(Many, bad=(2, 5))),
+    "accumulated": Beside("zero1", "16-mixed", SGD, {"accumulate_grad_batches": 3}),
+    "recomputed": Beside("zero2", "16-mixed", Many, {"checkpointing": "Kinds"}),
+    "small buckets": Beside("zero2", "16-mixed", Many, strategy=SMALL_BUCKETS),
+    "compiled": Beside("zero1", "bf16-mixed", Compiled),
+    "hooks on gradients": Beside("zero2", "bf16-mixed", Hooked),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_run_is_the_one_with_fp32_weights(ranks: Ranks, name: str) -> None:
+    for found in ranks.run(RUNS[name]):
+        half, fp32 = found["half"], found["fp32"]
+        assert half["bytes"] - fp32["bytes"] == pytest.approx(-2 * half["halves"], abs=64)  # padding
+        for what in ("losses", "weights", "counts", "skipped", "scales", "validated"):
+            assert same(half["run"][what], fp32["run"][what]), what
+        assert half["dtypes"] == {torch.float32}  # after the run
+        assert any((weight != weight.bfloat16()).any() for weight in half["run"]["weights"].values())
+        assert not fp32["halves"]
+
+
+def test_masters_are_the_weights_of_before_the_run(ranks: Ranks) -> None:
+    for found in ranks.run(RUNS["llama"]):
+        masters, original = found["half"]["masters"], found["half"]["original"]
+        assert masters
+        for name, (start, master) in masters.items():
+            assert torch.equal(master.view(-1), original[name].view(-1)[start : start + master.numel()])
+
+
+def test_bytes_are_the_hosts(ranks: Ranks) -> None:
+    """2 bytes an element that autocast alone computes with, 4 another; as many are gathered."""
+    for found in ranks.run(RUNS["llama"]):
+        half, fp32 = found["half"], found["fp32"]
+        assert (half["bytes"], fp32["bytes"]) == (319_360, 572_672)
+        assert half["bytes"] == fp32["bytes"] - 2 * half["halves"]
+        assert sum(half["steps"][2]["gathered"]) == half["bytes"]
+        assert sum(half["steps"][2]["reduced"]) == sum(fp32["steps"][2]["reduced"])
+
+
+def test_the_norm_to_clip_by_is_summed_by_groups(ranks: Ranks) -> None:
+    """One more group of fp32 sums."""
+    clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}
+    for found in ranks.run(Beside("zero2", "16-mixed", SGD, clipped)):
+        half, fp32 = found["half"]["run"], found["fp32"]["run"]
+        assert same(half["norms"], fp32["norms"], of_sums(32))
+        assert same(half["weights"], fp32["weights"], of_sums(32))
+
+
+class Between(Many):
+    """Reads and writes weights between steps, as users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.net[2].weight
+        self.log("norm", weight.norm())
+        file = io.BytesIO()
+        torch.save(self.state_dict(), file)
+        file.seek(0)
+        loaded = torch.load(file)["net.2.weight"]
+        copied = deepcopy(self.net)[2].weight
+        self.found["alike"] = torch.equal(loaded, weight) and torch.equal(copied, weight)
+        self.found["dtypes"] = {one.dtype for one in (weight, loaded, copied)}
+        weight.data.clamp_(-0.125, 0.125)  # exact in either dtype
+
+    def on_train_end(self) -> None:
+        self.found["norm"] = self.net[2].weight.norm().item()
+
+
+def test_weights_are_read_rounded_and_written_between_steps(ranks: Ranks) -> None:
+    for found in ranks.run(Written()):
+        assert found["half"]["found"]["alike"]
+        assert found["half"]["found"]["dtypes"] == {torch.bfloat16}
+        assert found["half"]["found"]["norm"] == pytest.approx(found["fp32"]["found"]["norm"], rel=2**-8)
+        assert found["fp32"]["largest"] <= 0.125
+        assert found["half"]["largest"] <= 0.125 * (1 + 2**-9)  # rounded, it is no larger
+
+
+@dataclass(frozen=True)
+class Written:
+    """A run that reads and writes weights between its steps, held in half precision and in fp32."""
+
+    def run(self) -> dict[str, Any]:
+        return {"half": self._run(half_weights=True), "fp32": self._run()}
+
+    def _run(self, **how: Any) -> dict[str, Any]:
+        module = Between()
+        weights = trained("bf16-mixed", HOSTS["zero1"](**how), module)["weights"]
+        return {"found": module.found, "largest": weights["net.2.weight"].abs().max().item()}
+
+
+#: what is refused, by strategy, mode and keywords, and what is said
+REFUSED = {
+    ("zero3", "bf16-mixed"): "half_weights=True with stage=3, which gathers them so already",
+    ("zero2_offload", "bf16-mixed"): "half_weights=True with offload_optimizer=True",
+    ("zero2", "bf16-true"): "half_weights=True with precision='bf16-true', whose weights are bf16 for products too",
+    ("zero1", "32-true"): "half_weights=True with precision='32-true', whose weights are fp32 for products too",
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What is said of each of them."""
+
+    def run(self) -> dict[Any, str]:
+        return {key: refused(partial(self._run, *key)) for key in REFUSED}
+
+    def _run(self, host: str, mode: str) -> None:
+        trained(mode, HOSTS[host](half_weights=True), SGD())
+
+
+def test_what_it_cannot_mean_is_refused(ranks: Ranks) -> None:
+    for each in ranks.run(Refused()):
+        assert all(REFUSED[key] in said for key, said in each.items()), each
+
+
+class Fails(Many):
+    """Ends in the fourth step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            raise KeyError("of the user's own")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The module after a run that failed, and another run with it."""
+
+    def run(self) -> dict[str, Any]:
+        module = Fails()
+        with pytest.raises(KeyError, match="of the user's own"):
+            trained("bf16-mixed", HOSTS["zero1"](half_weights=True), module)
+        weights = whole(module)
+        module.on_train_batch_start = lambda *_: None
+        again = trained("bf16-mixed", HOSTS["zero1"](half_weights=True), module)
+        return {"weights": weights, "again": again["losses"]}
+
+
+def test_after_a_failure_the_parameters_are_fp32_ones_of_what_the_rank_has(ranks: Ranks) -> None:
+    one, other = ranks.run(Failed())
+    assert {weight.dtype for weight in one["weights"].values()} == {torch.float32}
+    assert same_weights(one["weights"], other["weights"])
+    assert len(one["again"]) > 3
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A run with fp32 weights that saves after step 4, and one with half ones that goes on from there and saves."""
+
+    folder: Path
+
+    def run(self) -> dict[str, Any]:
+        def run(half: bool = True, **options: Any) -> Any:
+            return trained("16-mixed", HOSTS["zero2"](half_weights=half), SGD(), data=ResumableBatches(), **options)
+
+        fp32 = run(half=False, callbacks=[SaveAt(self.folder, 4)])
+        resumed = run(ckpt_path=self.folder / "4.ckpt", callbacks=[SaveAt(self.folder, 6)])
+        return {"fp32": fp32, "resumed": resumed, "again": run(ckpt_path=self.folder / "6.ckpt")}
+
+
+def test_a_checkpoint_of_fp32_weights_goes_on_with_half_ones_and_masters_are_saved(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for found in ranks.run(Earlier(tmp_path)):
+        for run in ("resumed", "again"):
+            assert same_weights(found[run]["weights"], found["fp32"]["weights"])
