@@ -134,7 +134,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         super().__init__(**cast("Any", self._zero), **host)
         self._host_defaults = self.config
         self._given = None if config is None else load_json(config)
-        self._stage, self._half_weights = stage, half_weights
+        self._stage, self.half_weights = stage, half_weights
         if half_weights and (stage == 3 or offload_optimizer):
             given = "stage=3, which gathers them so already" if stage == 3 else "offload_optimizer=True"
             raise PlanError.of(f"half_weights=True with {given}", "remove one", "strategy")
@@ -199,7 +199,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 fix="move it to on_before_backward / on_after_backward, or use strategy='mp_fsdp2'",
             )
         _check_storage(engine.policy, engine.pin_map, self._zero, faults)
-        if self._half_weights and not engine.policy.mixed:
+        if self.half_weights and not engine.policy.mixed:
             faults.add(
                 f"half_weights=True with precision={engine.policy.precision!r}, whose weights are "
                 f"{engine.policy.storage_dtype} for products too",
@@ -243,7 +243,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        names = self._half_names(model) if self._half_weights else {}
+        names = self._half_names(model) if self.half_weights else {}
         if optimizer is not None:
             with Faults("strategy") as faults:
                 self._engine.check_optimizers([optimizer], faults)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_mp.errors import Faults, PlanError, is_number
-from lightning_mp.planner.memory import HELD, STRATEGIES, TENSOR_HEADROOM, USABLE, compute_bytes, memory
+from lightning_mp.planner.memory import STRATEGIES, TENSOR_HEADROOM, USABLE, compute_bytes, held, memory
 from lightning_mp.planner.shape import CONVENTIONS, Layout, ModelShape, checked, flops_per_token
 
 _GIB = 2**30
@@ -213,7 +213,8 @@ def data_bytes(layout: Layout) -> tuple[float, float]:
     if sharded.weights:
         return 2 * weight + reduced, 0.0  # gathered for the forward and for the backward pass; reduce-scattered
     if sharded.optimizer:
-        return 0.0, reduced + HELD[layout.precision][0]  # reduce-scattered; the updated weights gathered
+        updated, _, _ = held(layout.precision, layout.strategy, 1)
+        return 0.0, reduced + updated  # reduce-scattered; gathered
     return 0.0, 2 * reduced  # an all-reduce is a reduce-scatter and an all-gather
 
 

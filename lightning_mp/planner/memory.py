@@ -23,6 +23,8 @@ HELD = {
     "bf16-true": (2, 2, 4),
     "16-true": (2, 2, 4),
 }
+#: the modes in which autocast computes the products; those of ``fp8-mixed`` are of FP8 layers
+_HALVED = ("bf16-mixed", "16-mixed")
 #: A logit: the half one, its fp32 copy, the fp32 gradient, and that in half again; in fp32 the softmax instead.
 _LOGIT = 12
 #: the share of a block's activations that mode="selective" keeps: outputs of matrix products and of attention
@@ -40,6 +42,8 @@ class Sharded:
     optimizer: bool = False
     #: a rank has its part of the weights once more, next to the optimizer's state
     copies: bool = False
+    #: weights of products are half precision where autocast computes them
+    halves: bool = False
     #: held on the CPU
     offload: bool = False
     within_node: bool = False
@@ -58,6 +62,8 @@ STRATEGIES = {
     # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (measured)
     "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True),
     "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True),
+    "deepspeed_zero1_half": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
+    "deepspeed_zero2_half": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
     "deepspeed_zero3": Sharded(weights=True, gradients=True, optimizer=True, copies=True),
     "fsdp2_offload": _OFFLOADED,
     "fsdp1_offload": _OFFLOADED,
@@ -104,6 +110,7 @@ def name_of(strategy: Any) -> str:
         zero = strategy.config["zero_optimization"]
         kind = f"deepspeed_zero{zero['stage']}"
         offloads = any("offload" in key and value for key, value in zero.items())
+        kind += "_half" * bool(getattr(strategy, "half_weights", False))
     else:
         offloads = getattr(getattr(strategy, "sharding", strategy), "cpu_offload", None)
         offloads = bool(getattr(offloads, "offload_params", offloads))
@@ -129,6 +136,8 @@ def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float
         return 0.0, 0.0, 0.0
     weights, gradients, moments = HELD.get(precision, HELD["32-true"])
     moments += weights if sharded.copies else 0
+    if sharded.halves and precision in _HALVED:
+        weights = compute_bytes(precision)
     return (
         weights / (ranks if sharded.weights else 1),
         gradients / (ranks if sharded.gradients else 1),
@@ -145,8 +154,10 @@ def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
     if sharded.within_node:
         ranks = max(1, min(ranks, layout.gpus_per_node // layout.tensor))
     weights, gradients, moments = (own * each for each in held(layout.precision, layout.strategy, ranks))
-    tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor)
     half = compute_bytes(layout.precision)
+    if sharded.halves and layout.precision in _HALVED:  # all but the embedding
+        weights += (HELD[layout.precision][0] - half) * shape.vocab * shape.hidden / split
+    tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor)
     # what a block keeps of a token for its backward pass, attention fused; a gate makes an MLP of three matrices
     kept = 6 * shape.hidden + 2 * shape.hidden * shape.kv_heads / shape.heads
     block = half * (kept + (4 if shape.intermediate != 4 * shape.hidden else 2) * shape.intermediate)
@@ -174,7 +185,8 @@ def _transient(shape: ModelShape, layout: Layout, sharded: Sharded, own: float) 
     """Weights that were gathered, their gradients before they are reduced, DDP's buckets, autocast's half copies."""
     half = compute_bytes(layout.precision)
     if not sharded.weights:
-        copies = half if layout.precision.endswith("-mixed") and layout.checkpointing == "none" else 0
+        halved = sharded.halves and layout.precision in _HALVED
+        copies = half if layout.precision.endswith("-mixed") and layout.checkpointing == "none" and not halved else 0
         gradient = HELD[layout.precision][1]
         # half gradients are summed in fp32, in copies that stay until the next backward pass
         buckets = (gradient + (4 if gradient < 4 else 0)) if layout.data > 1 else 0

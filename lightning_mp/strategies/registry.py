@@ -41,8 +41,8 @@ _OFFLOAD = {"cpu_offload": True}
 
 
 def _zero(stage: int, **fixed: bool) -> Entry:
-    where = " with CPU offload" if fixed else ""
-    description = f"DeepSpeed ZeRO stage {stage}{where} under a plan"
+    how = ", weights of products in half precision," if "half_weights" in fixed else " with CPU offload" * bool(fixed)
+    description = f"DeepSpeed ZeRO stage {stage}{how} under a plan"
     return Entry("deepspeed.strategy:PlanDeepSpeedStrategy", description, {"stage": stage, **fixed}, _ZERO)
 
 
@@ -61,6 +61,8 @@ STRATEGIES: dict[str, Entry] = {
     "deepspeed_zero1": _zero(1),
     "deepspeed_zero2": _zero(2),
     "deepspeed_zero3": _zero(3),
+    "deepspeed_zero1_half": _zero(1, half_weights=True),
+    "deepspeed_zero2_half": _zero(2, half_weights=True),
     "deepspeed_zero1_offload": _zero(1, offload_optimizer=True),
     "deepspeed_zero2_offload": _zero(2, offload_optimizer=True),
     "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),

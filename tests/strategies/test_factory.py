@@ -33,6 +33,7 @@ HOSTS: dict[str, Any] = {
     "fsdp2_offload": ModelParallelStrategy,
     "fsdp1_offload": FSDPStrategy,
     **{f"deepspeed_zero{stage}{form}": DeepSpeedStrategy for stage in (1, 2, 3) for form in ("", "_offload")},
+    **{f"deepspeed_zero{stage}_half": DeepSpeedStrategy for stage in (1, 2)},
 }
 
 

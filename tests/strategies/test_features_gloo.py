@@ -85,6 +85,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "clamps_weights_after_the_step": WRITTEN,
         "saved_after_validation": "trainer.save_checkpoint() after trainer.validate()",
     },
+    "deepspeed_zero2_half": ZERO_12,
 }
 
 
@@ -100,6 +101,7 @@ def cells() -> Iterator[Any]:
     for place, column in enumerate(REFUSED):
         for turn, name in enumerate(FEATURE):
             variants = [one for one in VARIANTS if one[1] == 1 or name not in OWN_WINDOWS]
+            variants = [one for one in variants if one[0] != "32-true" or not column.endswith("_half")]
             variants = [one for one in variants if (column, one[1]) != WAITS[:2] or name not in WAITS[2]]
             for number, (mode, window) in enumerate(variants):
                 now = (place + turn) % 5 == 0 and number == (turn // 3 + place) % len(variants)
