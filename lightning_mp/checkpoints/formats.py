@@ -93,9 +93,7 @@ def local_copy(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
     if not is_remote_path(path):
         yield Path(without_file_protocol(path))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        files, place = _on(path)
-        copy = Path(folder) / Path(place).name
+    with _beside(path) as (files, place, copy):
         files.get(place, str(copy), recursive=True)
         yield copy
 
@@ -106,12 +104,18 @@ def local_output(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
     if not is_remote_path(path):
         yield Path(without_file_protocol(path))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        files, place = _on(path)
-        file = Path(folder) / Path(place).name
+    with _beside(path) as (files, place, file):
         yield file
         files.makedirs(place.rpartition("/")[0], exist_ok=True)
         files.put_file(str(file), place)
+
+
+@contextmanager
+def _beside(path: str | os.PathLike[str]) -> Generator[tuple[Any, str, Path], None, None]:
+    """The file system, its name for ``path``, and a path of that name in a folder of this machine's that goes again."""
+    files, place = _on(path)
+    with tempfile.TemporaryDirectory() as folder:
+        yield files, place, Path(folder) / Path(place).name
 
 
 def write_bytes(path: str, content: bytes) -> None:

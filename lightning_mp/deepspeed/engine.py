@@ -25,6 +25,7 @@ from lightning_mp.compat.torch import is_compiled, version
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.fsdp2.shard_watch import FirstForward, ShardReads
 from lightning_mp.plan import optimizer_facts
+from lightning_mp.plan.alike import extremes
 from lightning_mp.plan.engine import StepEngine
 
 _GRAD: Any = cast("Any", Tensor.grad)
@@ -332,21 +333,18 @@ class Gradients:
         if not self._compares:
             return
         order = hash(tuple(self._in_pass)) >> 1  # of integers: the same in every process
-        if self._agree(torch.tensor([order])).all():
+        smallest, largest = extremes([order], torch.device("cpu"), self._group)
+        if smallest == largest:
             return
-        order = {place: turn for turn, place in enumerate(self._in_pass, 1)}
-        alike = self._agree(torch.tensor([order.get(place, 0) for place in range(len(self._named))])).tolist()
+        turns = {place: turn for turn, place in enumerate(self._in_pass, 1)}
+        places = [turns.get(place, 0) for place in range(len(self._named))]
+        ends = zip(*extremes(places, torch.device("cpu"), self._group), strict=True)
         _refuse(
-            [name for name, same in zip(self._named, alike, strict=True) if not same],
+            [name for name, (first, last) in zip(self._named, ends, strict=True) if first != last],
             "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
             "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with "
             "find_unused_parameters=True",
         )
-
-    def _agree(self, values: Tensor) -> Tensor:
-        extremes = torch.stack([values, -values])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
-        return extremes[0] == -extremes[1]
 
     def finish_pass(self, *, ends_window: bool) -> None:
         """Raise on every rank where ranks differ, or where a step would not be that of one device."""

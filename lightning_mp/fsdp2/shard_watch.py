@@ -24,6 +24,7 @@ from lightning_mp.errors import PlanError
 from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import map_tensors, tensors_in
+from lightning_mp.plan.alike import extremes
 from lightning_mp.plan.engine import StepEngine
 
 _NORM: Any = Tensor.norm
@@ -197,22 +198,16 @@ class FirstForward:
 
     def _compare(self, name: str) -> None:
         """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
-        first, last = self._extremes(self._names.index(name))
+        (first,), (last,) = extremes([self._names.index(name)], self._device, self._group)
         if first != last:
             one, other = (f"at {self._names[index]!r}" for index in (first, last))
             raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
 
     def _compare_entered(self) -> None:
-        smallest, largest = self._extremes(crc32(repr(self._entered).encode()))
+        smallest, largest = extremes([crc32(repr(self._entered).encode())], self._device, self._group)
         if smallest != largest:
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, [*self._entered, _END])
             at = next(set(places) for places in zip_longest(*ranks, fillvalue=_END) if len(set(places)) > 1)
             one, other, *_ = (f"at {name!r}" for name in sorted(at, key=self._names.index))
             raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
-
-    def _extremes(self, value: int) -> tuple[int, int]:
-        both = torch.tensor([value, -value], device=self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
-        largest, smallest = both.tolist()
-        return -smallest, largest

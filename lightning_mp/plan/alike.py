@@ -41,15 +41,21 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
     mine = Rank(plan, list(_described(module)), faults.found, auto_on)
     digest = hashlib.sha256(repr(mine).encode()).digest()
     words = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, len(digest), 4)]
-    extremes = torch.tensor([words, [-word for word in words]], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    largest, smallest = extremes.tolist()
-    if largest == [-word for word in smallest]:
+    smallest, largest = extremes(words, device)
+    if smallest == largest:
         return
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     # what a rank cannot run may follow from another plan or module
     faults.found[:] = _plans(ranks) or _modules(type(module).__name__, ranks) or _faults(ranks)
+
+
+def extremes(values: Sequence[int], device: torch.device, group: Any = None) -> tuple[list[int], list[int]]:
+    """The smallest and the largest over the ranks of each value; one collective, and one device sync."""
+    both = torch.tensor([values, [-value for value in values]], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = both.tolist()
+    return [-value for value in smallest], largest
 
 
 def _described(module: nn.Module) -> Iterator[str]:
