@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lightning_mp.cli.output import File, Json, Number, Whole, console, count, progress, refusals, refuse
+from lightning_mp.cli.output import File, Json, Number, Whole, console, count, load_parts, progress, refusals, refuse
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
@@ -88,7 +88,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 
 def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_json: bool) -> None:
     """The memory of the run that a config describes, without its callbacks, on a GPU."""
-    from lightning_mp.cli import parts
+    parts = load_parts()
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.planner.predict import LEFT_OUT, MOST_ROWS, fits, predict_memory, rows_of
     from lightning_mp.policy.hardware import find

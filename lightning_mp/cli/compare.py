@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from lightning_mp.cli.output import File, Json, Number, Whole, console, refusals
+from lightning_mp.cli.output import File, Json, Number, Whole, console, load_parts, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults
 
@@ -60,7 +60,7 @@ def _compared(
     arguments: list[str], plans: str, config_dirs: list[Path], asked: dict[str, Any]
 ) -> tuple[Comparison, Path]:
     """The config's own plan and its callbacks are left out."""
-    from lightning_mp.cli import parts
+    parts = load_parts()
     from lightning_mp.cli.config import composed
     from lightning_mp.comparison.compare import OWN, check_numbers, compare, read_plans
 

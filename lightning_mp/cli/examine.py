@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_mp.cli.output import Json, console, progress, refusals
+from lightning_mp.cli.output import Json, console, load_parts, progress, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
 from lightning_mp.errors import Faults, counted, install_line, one_line
 
@@ -64,7 +64,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     Without a plan the run is one of Lightning's own precisions: ``trainer.precision``. Where the data give no batch for
     a step, stderr says so.
     """
-    from lightning_mp.cli import parts
+    parts = load_parts()
     from lightning_mp.cli.config import composed
     from lightning_mp.compat.lightning import LightningModule
     from lightning_mp.preflight.doctor import doctor as examine
@@ -87,7 +87,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
 
 def _batch(config: dict[str, Any], model: Any) -> Any:
     """The first batch of the data; ``None``, and a line on stderr, without one or where a step would take minutes."""
-    from lightning_mp.cli import parts
+    parts = load_parts()
     from lightning_mp.numerics.dtypes import tensors_in
 
     try:
@@ -135,7 +135,7 @@ def audit(
 
 def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) -> tuple[AuditReport, Path]:
     """Of the callbacks only the audit runs; nothing is validated, logged or saved as a checkpoint."""
-    from lightning_mp.cli import parts
+    parts = load_parts()
     from lightning_mp.comparison.compare import quiet
     from lightning_mp.plan.side_run import BARE
     from lightning_mp.precision_audit.callback import PrecisionAudit
@@ -172,7 +172,7 @@ def pins(
     Example: lightning-mp pins experiment=llama_tiny plan=bf16
     """
     with refusals("pins"):
-        from lightning_mp.cli import parts
+        parts = load_parts()
         from lightning_mp.comparison.compare import quiet
         from lightning_mp.pin_advice import suggest_pins
 
@@ -201,7 +201,7 @@ def diff(
     Example: lightning-mp diff experiment=llama_tiny --plans bf16-mixed --compile aot_eager
     """
     with refusals("diff"):
-        from lightning_mp.cli import parts
+        parts = load_parts()
         from lightning_mp.comparison.compare import quiet, read_plans
         from lightning_mp.differences import first_difference
         from lightning_mp.plan.plan import MixedPrecisionPlan

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from lightning_mp.cli.output import refusals
+from lightning_mp.cli.output import load_parts, refusals
 
 if TYPE_CHECKING:
     from lightning_mp.cli.parts import Regime
@@ -74,7 +74,7 @@ def run(
         MissingExtraError: an optional package that is needed is not installed.
         NonFiniteError: the run met more non-finite steps than its plan allows.
     """
-    from lightning_mp.cli import parts
+    parts = load_parts()
     from lightning_mp.cli.config import composed, sweep
     from lightning_mp.errors import Faults
 
@@ -116,7 +116,7 @@ def _as_yaml(config: dict[str, Any]) -> str:
 
 
 def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
-    from lightning_mp.cli import parts
+    parts = load_parts()
     from lightning_mp.compat.lightning import rank_zero_only
     from lightning_mp.errors import Faults, counted
 

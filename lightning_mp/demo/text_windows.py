@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sysconfig
 from codecs import getincrementaldecoder
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ _SKIPPED = frozenset(
     {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
 )
 _VALIDATION_SHARE = 0.05
+# the words into which tokenizers' byte level cuts ASCII
+_WORD = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
 
 
 class TextWindows(LightningDataModule):
@@ -96,8 +101,13 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     trainer: Any = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=byte_level.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(documents, trainer)
-    found = tokenizer.encode_batch(list(documents), add_special_tokens=False)
-    return torch.cat([torch.tensor(document.ids, dtype=torch.int64) for document in found])
+    # a word is encoded once, however often it is in the text; a document that is not ASCII is taken for one word
+    cut = [_WORD.findall(document) if document.isascii() else [document] for document in documents]
+    words = list(dict.fromkeys(chain.from_iterable(cut)))
+    ids = {
+        word: one.ids for word, one in zip(words, tokenizer.encode_batch(words, add_special_tokens=False), strict=True)
+    }
+    return torch.tensor(list(chain.from_iterable(ids[word] for document in cut for word in document)))
 
 
 # ---------------------------------------------------------------------- documents
@@ -106,12 +116,16 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
 def _standard_library(folder: Path | None = None) -> tuple[str, ...]:
     """The ``.py`` files of the running Python's standard library, in sorted order, at most ``MAX_BYTES`` of them."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    found = _read(
-        folder, (path for path in folder.rglob("*.py") if not _SKIPPED.intersection(path.relative_to(folder).parts))
-    )
+    found = _read(folder, _sources(folder))
     if not found:  # as in some trimmed or zipped installations
         raise PlanError.of(f"this Python has no library sources in {folder}", "give text=", "TextWindows")
     return found
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for home, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED]  # os.walk leaves out the others
+        yield from (Path(home, name) for name in names if name.endswith(".py"))
 
 
 def _from_path(path: Path) -> tuple[str, ...]:
