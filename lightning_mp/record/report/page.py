@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_mp.record.run_folder import REPORT
 
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HERE = Path(__file__).parent
+_DOTS = re.compile(r"(?<=[a-z])\.|\.(?=[a-z])", re.IGNORECASE)
 
 
 def write_report(
@@ -125,8 +127,8 @@ def _template(path: Path) -> Any:
     )
     found.policies["json.dumps_kwargs"] = {"allow_nan": False}
     found.filters |= {"plain": plain, "moment": moment, "counted": counted, "dash": dash}
-    # a line may break after a dot
-    found.filters["dotted"] = lambda name: Markup(escape(plain(name)).replace(".", Markup(".<wbr>")))
+    # a line may break after the dots of a name, and not of a number
+    found.filters["dotted"] = lambda text: Markup(_DOTS.sub(".<wbr>", str(escape(plain(text)))))
     found.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
     found.globals |= {
         "figures": figures,

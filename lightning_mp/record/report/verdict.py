@@ -17,22 +17,28 @@ _PINS = re.compile(r"""(?:pins=|DtypePinning\()\{['"][^'"…]+['"]: [^}]*\}\)?""
 
 def verdict(run: Run) -> str:
     """How the run ended, what its loss did, and the first sign of what went wrong."""
-    first, steps = first_sign(run), run.last_step or 0
-    losses, skips = run.finite(names.LOSS), run.finite(names.SKIPPED_STEPS)
+    first, steps, skips = first_sign(run), run.last_step or 0, run.finite(names.SKIPPED_STEPS)
     if skips and skips[-1] > steps:  # which count from 0
         said = f"It trained nothing: all of its {counted(steps + 1, 'step')} were skipped"
     elif state(run) == "failed":
         said = f"It failed at step {steps:,}"
-    elif len(losses) > 1:
-        way = "fell" if losses[-1] < losses[0] else "rose"
-        said = f"The loss {way} from {number(losses[0])} to {number(losses[-1])}"
     else:
-        said = "No loss was recorded" if not run.series.get(names.LOSS) else "No loss was finite"
+        said = _loss_said(run)
     if first is None:
-        return f"{said}, {counted(len(run.alerts), 'warning') if run.alerts else 'nothing was noticed'}."
+        return f"{said}; {counted(len(run.alerts), 'warning') if run.alerts else 'no alerts'}."
     where = f" in {first.module or first.parameter}" if first.module or first.parameter else ""
     cause = f", {first.cause}" if first.cause else ""
     return f"{said}. First sign, at step {first.step:,}: {first.kind.replace('_', ' ')}{where}{cause}."
+
+
+def _loss_said(run: Run) -> str:
+    recorded, losses = run.series.get(names.LOSS), run.finite(names.LOSS)
+    if recorded is None or not losses:
+        return "No loss was recorded" if recorded is None else "No loss was finite"
+    first, last = losses[0], losses[-1]
+    way = f"{'fell' if last < first else 'rose'} from {number(first)} to {number(last)}"
+    lost = ", then it was not finite" if recorded.values[-1] is None else ""
+    return f"The loss {way if len(losses) > 1 else f'was {number(first)}'}{lost}"
 
 
 def first_sign(run: Run) -> Event | None:

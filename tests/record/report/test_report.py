@@ -184,8 +184,11 @@ NAN = {"train/loss": math.nan, "health/grad_norm": math.inf}
 HEAD = "under half precision run 'head' in fp32: pins={'head': 'fp32'}, before any other pin"
 #: readings of the steps from 0 on, events, what run.json says, and the verdict
 VERDICTS: dict[str, tuple[list[dict[str, float]], list[Event], dict[str, Any], str]] = {
-    "fell": ([{"train/loss": 3.0}, {"train/loss": 2.0}], [], {}, "The loss fell from 3 to 2, nothing was noticed."),
-    "rose": ([{"train/loss": 2.0}, {"train/loss": 3.0}], [], {}, "The loss rose from 2 to 3, nothing was noticed."),
+    "fell": ([{"train/loss": 3.0}, {"train/loss": 2.0}], [], {}, "The loss fell from 3 to 2; no alerts."),
+    "rose": ([{"train/loss": 2.0}, {"train/loss": 3.0}], [], {}, "The loss rose from 2 to 3; no alerts."),
+    "once": ([{"train/loss": 2.0}], [], {}, "The loss was 2; no alerts."),
+    "lost": ([{"train/loss": 3.0}, {"train/loss": 2.0}, NAN], [], {}, "The loss fell from 3 to 2, then it was not finite; no alerts."),
+    "never": ([NAN, NAN], [], {}, "No loss was finite; no alerts."),
     "skipped": (
         [{**NAN, "health/skipped_steps": 1}, {**NAN, "health/skipped_steps": 2}],
         [
@@ -195,7 +198,7 @@ VERDICTS: dict[str, tuple[list[dict[str, float]], list[Event], dict[str, Any], s
         {},
         "It trained nothing: all of its 2 steps were skipped. First sign, at step 0: nonfinite loss in head, too big.",
     ),
-    "failed": ([{"train/loss": 2.0}], [], {"status": "failed"}, "It failed at step 0, nothing was noticed."),
+    "failed": ([{"train/loss": 2.0}], [], {"status": "failed"}, "It failed at step 0; no alerts."),
 }  # fmt: skip
 
 
