@@ -187,7 +187,12 @@ VERDICTS: dict[str, tuple[list[dict[str, float]], list[Event], dict[str, Any], s
     "fell": ([{"train/loss": 3.0}, {"train/loss": 2.0}], [], {}, "The loss fell from 3 to 2; no alerts."),
     "rose": ([{"train/loss": 2.0}, {"train/loss": 3.0}], [], {}, "The loss rose from 2 to 3; no alerts."),
     "once": ([{"train/loss": 2.0}], [], {}, "The loss was 2; no alerts."),
-    "lost": ([{"train/loss": 3.0}, {"train/loss": 2.0}, NAN], [], {}, "The loss fell from 3 to 2, then it was not finite; no alerts."),
+    "lost": (
+        [{"train/loss": 3.0}, {"train/loss": 2.0}, NAN],
+        [],
+        {},
+        "The loss fell from 3 to 2, then it was not finite; no alerts.",
+    ),
     "never": ([NAN, NAN], [], {}, "No loss was finite; no alerts."),
     "skipped": (
         [{**NAN, "health/skipped_steps": 1}, {**NAN, "health/skipped_steps": 2}],
