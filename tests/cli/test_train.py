@@ -161,11 +161,10 @@ def test_what_the_process_had_is_put_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def command(*arguments: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
-    start = ["-c", f"{code}\nfrom lightning_mp.cli import main\nmain()"] if code else ["-m", "lightning_mp"]
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return subprocess.run(
-        [sys.executable, *start, "train", *arguments],
+        [sys.executable, "-m", "lightning_mp", "train", *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from cuda_path.fits import Fit, Fits, Found, watching
 from cuda_path.machine import Machine
 from cuda_path.processes import Processes
+from support.cells import pairwise
 
 FLAG = "read lightning_mp/numerics/loss_scale.py:_read"
 COUNTS = "read lightning_mp/numerics/loss_scale.py:_counts"
@@ -110,16 +111,6 @@ def rows() -> Iterator[Row]:
     for host, mode, clip, feature in product(HOSTS, MODES, CLIPS, FEATURES):
         if "fsdp1" not in host or not (mode == "fp8-mixed" or feature in WHOLE):
             yield Row(host, mode, clip, feature)
-
-
-def pairwise(rows: Iterable[Row]) -> list[Row]:
-    """Few that have every two values together that any has."""
-    left = {row: set(combinations(enumerate(row), 2)) for row in rows}
-    chosen, missing = list[Row](), set().union(*left.values())
-    while missing:
-        chosen.append(max(left, key=lambda row: len(left[row] & missing)))
-        missing -= left[chosen[-1]]
-    return chosen
 
 
 def said(row: Row, found: Found) -> list[str]:

@@ -62,7 +62,6 @@ class Attends(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         given = torch.ones(2, 4, 8, requires_grad=True)
         out = self.attention(given)
-        self.came = out.dtype
         if not self.penalty:
             return out.float().square().mean() + super().training_step(batch, batch_idx)
         (gradient,) = torch.autograd.grad(out.float().sum(), given, create_graph=True)

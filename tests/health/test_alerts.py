@@ -119,10 +119,10 @@ def test_units_do_not_matter(power: int, seed: int, at: int, times: float) -> No
     assert steps("grad_norm_spike", rows(grad_norm=scaled)) == steps("grad_norm_spike", rows(grad_norm=norms))
 
 
-def falling(count: int = 300, seed: int = 0, start: float = 4.0, end: float = 2.0) -> list[float]:
+def falling() -> list[float]:
     """A loss that falls as losses do, with noise."""
-    shape = [end + (start - end) * math.exp(-step / 50) for step in range(count)]
-    return [loss + 0.1 * (draw - 1) for loss, draw in zip(shape, noise(count, seed=seed), strict=True)]
+    shape = [2.0 + 2.0 * math.exp(-step / 50) for step in range(300)]
+    return [loss + 0.1 * (draw - 1) for loss, draw in zip(shape, noise(300), strict=True)]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ def _penalty(self: Any, x: Tensor) -> Tensor:
     return out + torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum()
 
 
+def _attention(self: Any, x: Tensor) -> Tensor:
+    """As WavLM does it: the projections are modules, and torch's function is given their weights."""
+    x, w, b = x[:, None], self.inner.weight, self.inner.bias
+    rest = (None, torch.cat([b, b, b]), None, None, False, 0.0, torch.eye(WIDTH, dtype=x.dtype), None)
+    weights = {"use_separate_proj_weight": True, "q_proj_weight": w, "k_proj_weight": w, "v_proj_weight": w}
+    return F.multi_head_attention_forward(x, x, x, WIDTH, 2, *rest, **weights)[0]
+
+
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
@@ -154,6 +162,18 @@ PAST_ITS_PIN: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
         linear,
     ),
     "a list": (lambda self, x: x @ self.inner[0], lambda: nn.ParameterList([torch.eye(WIDTH)])),
+    "called as well": (lambda self, x: F.linear(self.inner(x), self.inner.weight), linear),
+    "transposed": (lambda self, x: x @ self.inner.weight.t(), linear),
+    "a row": (lambda self, x: x[:, :1] @ self.inner.weight[1:2], linear),
+    "a clone": (lambda self, x: x @ self.inner.weight.clone(), linear),
+    "on the left": (lambda self, x: torch.mm(self.inner.weight, x.t()), linear),
+    "linalg": (lambda self, x: torch.linalg.matmul(x, self.inner.weight), linear),
+    "einsum": (lambda self, x: torch.einsum("bi,oi->bo", x, self.inner.weight), linear),
+    "batched": (
+        lambda self, x: torch.baddbmm(x[:, None], x[:, None], self.inner.weight.expand(len(x), -1, -1)),
+        linear,
+    ),
+    "WavLM": (_attention, linear),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_mp import NonFiniteError
 from lightning_mp.callbacks import TrainingHealth
@@ -18,7 +19,6 @@ from lightning_mp.modules.fp8_watch import Watch
 from lightning_mp.policy import hardware
 from lightning_mp.record import metric_names
 from support import fp8
-from support.counting import Counts
 from support.fp8_faults import AT, FAULTS, LAYER, Across, Changed, watched
 from support.ranks import Ranks
 
@@ -127,6 +127,35 @@ def test_checkpointing_and_compile_see_the_same(
     other, same, _ = watched(tmp_path / "other", steps=3, compiled=compiled, rule=rule)
     assert other.fp8_rows == plain.fp8_rows
     assert fp8.same(same, module)
+
+
+class Asked(TorchFunctionMode):
+    """Counts how often a number is asked of a tensor: what waits for a GPU."""
+
+    names = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in self.names
+        return func(*args, **(kwargs or {}))
+
+
+class Counts(Callback):
+    """How often a tensor's value was asked for in each batch; it comes last, and so watches the others."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.asked = Asked()
+        self.asked.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.asked.__exit__(None, None, None)
+        self.counts.append(self.asked.count)
 
 
 def test_between_readings_nothing_is_read(tmp_path: Path) -> None:

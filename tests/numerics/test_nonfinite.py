@@ -70,22 +70,17 @@ def test_an_operation_between_modules_is_told_from_the_batch() -> None:
 class Attention(nn.Module):
     """Masks as many models do: minus infinity above the diagonal, from a module of its own."""
 
-    def __init__(self, masked_rows: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.mask, self.softmax, self.proj = Mask(masked_rows), nn.Softmax(-1), nn.Linear(4, 4)
+        self.mask, self.softmax, self.proj = Mask(), nn.Softmax(-1), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.softmax(self.mask(x @ x.mT)) @ x)
 
 
 class Mask(nn.Module):
-    def __init__(self, everything: bool) -> None:
-        super().__init__()
-        self.everything = everything
-
     def forward(self, scores: Tensor) -> Tensor:
-        above = torch.ones_like(scores, dtype=torch.bool)
-        return scores.masked_fill(above if self.everything else above.triu(1), -INF)
+        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -INF)
 
 
 def test_a_mask_of_minus_infinity_is_no_culprit() -> None:

@@ -16,28 +16,7 @@ from support.language import Language, gpt2, tokens
 from support.models import Regression, same_weights, weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
-from support.traces import Trace, lightning_says
-
-
-class Looks(Regression):
-    """Reads the setting while training."""
-
-    def on_train_start(self) -> None:
-        self.met = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-
-
-@pytest.mark.parametrize("setting", ["high", "medium", "highest"])
-def test_on_a_cpu_it_changes_nothing_and_says_so(setting: str) -> None:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    module, plain = Looks(), Regression()
-    with lightning_says() as lines:
-        fit(module, callbacks=[EnableTF32(setting)])
-    assert module.met == before
-    assert [line for line in lines if "TF32" in line] == [
-        f"EnableTF32({setting!r}) changes nothing on cpu: it has no TF32"
-    ]
-    fit(plain)
-    assert module.losses == plain.losses
+from support.traces import Trace
 
 
 def test_the_default_turns_tf32_on() -> None:
@@ -45,11 +24,7 @@ def test_the_default_turns_tf32_on() -> None:
 
 
 FP32 = torch.float32
-
-
 STORED = {"32-true": FP32, "bf16-mixed": FP32, "16-mixed": FP32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-
-
 sgd = partial(SGD, lr=1e-3)
 
 

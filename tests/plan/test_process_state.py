@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,20 +40,31 @@ def _state() -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("tf32", ["high", "medium", "highest", True, False])
-def test_on_a_cpu_tf32_changes_nothing_and_says_so(tf32: Any) -> None:
+class Looks(Regression):
+    """Reads the settings while training."""
+
+    def on_train_start(self) -> None:
+        self.met = _state()
+
+
+OWNERS: dict[str, Any] = {
+    "plan": lambda setting: {"plugins": [MixedPrecisionPlan("32-true", tf32=setting)]},
+    "callback": lambda setting: {"callbacks": [callbacks.EnableTF32(setting)]},
+}
+each_owner = pytest.mark.parametrize("owner", OWNERS)
+
+
+@pytest.mark.parametrize("setting", ["high", "medium", "highest"])
+@each_owner
+def test_on_a_cpu_tf32_changes_nothing_and_says_so(owner: str, setting: str) -> None:
     """One config must serve laptop and cluster (DESIGN section 2, small print)."""
-
-    class Looks(Regression):
-        def on_train_start(self) -> None:
-            self.met = _state()
-
     before, module, plain = _state(), Looks(), Regression()
     with lightning_says() as lines:
-        fit(module, plugins=[MixedPrecisionPlan("32-true", tf32=tf32)])
+        fit(module, **OWNERS[owner](setting))
     assert {**module.met, "grad": True} == {**before, "grad": True}
     assert _state() == before
-    assert sum("it has no TF32" in line for line in lines) == 1
+    (said,) = (line for line in lines if "TF32" in line)
+    assert re.fullmatch(rf".*{setting}'\)? changes nothing on cpu: it has no TF32", said, re.IGNORECASE)
     fit(plain, precision="32-true")
     assert module.losses == plain.losses
 
@@ -83,12 +95,6 @@ def test_autocast_is_on_in_the_forward_and_off_in_the_backward(mode: str) -> Non
 
 
 # ---------------------------------------------------------------------- TF32, each case in a process of its own
-
-OWNERS: dict[str, Any] = {
-    "plan": lambda setting: {"plugins": [MixedPrecisionPlan("32-true", tf32=setting)]},
-    "callback": lambda setting: {"callbacks": [callbacks.EnableTF32(setting)]},
-}
-each_owner = pytest.mark.parametrize("owner", OWNERS)
 
 
 def _after_a_newer_switch(owner: str) -> tuple[str, bool]:

@@ -57,10 +57,10 @@ class Runs:
     def saved(self, case: str, writer: str) -> list[dict[str, Any]]:
         return self._run(Saved(self.folder, case, writer), writer)
 
-    def resumed(self, case: str, writer: str, reader: str, to: str | None = None) -> list[dict[str, Any]]:
-        """A run that was saved, which goes on in the mode of the case ``to``."""
+    def resumed(self, case: str, writer: str, reader: str) -> list[dict[str, Any]]:
+        """A run that was saved, which goes on."""
         self.saved(case, writer)
-        return self._run(Resumed(self.path(case, writer), to or case, reader), reader)
+        return self._run(Resumed(self.path(case, writer), case, reader), reader)
 
     def path(self, case: str, writer: str) -> Path:
         return Saved(self.folder, case, writer).path

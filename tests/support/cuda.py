@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,13 +50,10 @@ class Unread(Regression):
 
 
 class NothingWaits(Callback):
-    """Makes every synchronising operation of a training batch an error where ``on(batch_idx)``."""
-
-    def __init__(self, on: Callable[[int], bool] = lambda batch_idx: batch_idx >= 2) -> None:
-        self.on = on
+    """Makes every synchronising operation of a training batch an error, from the third batch on."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        torch.cuda.set_sync_debug_mode("error" if self.on(batch_idx) else "default")
+        torch.cuda.set_sync_debug_mode("error" if batch_idx >= 2 else "default")
 
     def on_train_batch_end(self, *_: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")

@@ -164,7 +164,6 @@ class Across:
             "losses": module.losses,
             "logits": logits,
             "validated": module.logits,
-            "validated_in_fp8": len(made) - made_in_fit,
             "products": made_in_fit,
             "held": {str(stage.value): name for stage, name in module.held.items()},
             "kept": {kind(t.to_local() if hasattr(t, "to_local") else t) for t in module.state_dict().values()},

@@ -80,7 +80,6 @@ def run(name: str, mode: str, module: LightningModule, **options: Any) -> dict[s
         "tensors": whole(module),
         "classes": getattr(module, "classes", set()),
         "hooked": getattr(module, "hooked", 0),
-        "left": sorted({type(module).__name__ for module in module.modules()}),
     }
 
 
