@@ -26,7 +26,11 @@ Verdict = Literal["same", "better", "worse", "undecided"]
 
 #: the margin where none is given, as a share of the first plan's mean final loss
 MARGIN_SHARE = 0.005
-_CONFIDENCE = 0.95
+#: Student's t, two-sided 95 %, of 1 to 30 degrees of freedom (any table; scipy.stats.t.ppf(0.975, n))
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 NOTHING = "-"
 _FEW = 100
 #: columns of a terminal that has room for standard deviations
@@ -230,7 +234,7 @@ def compare_losses(
     interval = None
     if mean is not None and len(differences) > 1:
         error = statistics.stdev(differences.values()) / math.sqrt(len(differences))
-        half = student_t(_CONFIDENCE, len(differences) - 1) * error
+        half = student_t(len(differences) - 1) * error
         interval = mean - half, mean + half
     verdict, reason = _verdict(interval, margin, diverged, len(differences))
     return Difference(one, other, differences, mean, interval, margin, verdict, reason)
@@ -254,23 +258,9 @@ def _verdict(
     return "undecided", "the interval holds 0 and reaches beyond the margin: more seeds narrow it"
 
 
-def student_t(confidence: float, freedom: int) -> float:
-    """The t beyond which, on both sides together, ``1 - confidence`` of Student's distribution lies.
-
-    The share between -t and t is a sum (Abramowitz and Stegun, 26.7.3 and 26.7.4), which is halved down to.
-    """
-    odd, low, high = freedom % 2, 0.0, 1e4  # enough for 99.99 % at one degree of freedom
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        angle = math.atan(middle / math.sqrt(freedom))
-        total, term = 0.0, math.cos(angle) if odd else 1.0
-        for index in range(1 + odd, freedom, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * index / (index + 1)
-        within = total * math.sin(angle)
-        within = 2 / math.pi * (angle + within) if odd else within
-        low, high = (middle, high) if within < confidence else (low, middle)
-    return high
+def student_t(freedom: int) -> float:
+    """The t of Student's two-sided 95 % at ``freedom`` degrees; that of 30, which is larger, for more."""
+    return _STUDENT[min(freedom, len(_STUDENT)) - 1]
 
 
 # ---------------------------------------------------------------------- in words
@@ -477,7 +467,7 @@ def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
         pairs = [zip(run.losses, base[run.seed], strict=False) for run in plan.runs if run.losses and run.seed in base]
         curves = [[its - loss for its, loss in pair] for pair in pairs]
         runs.append(_run(plan.name, _mean_curve(curves)))
-        half = student_t(_CONFIDENCE, len(curves) - 1) / math.sqrt(len(curves)) if len(curves) > 1 else 0.0
+        half = student_t(len(curves) - 1) / math.sqrt(len(curves)) if len(curves) > 1 else 0.0
         steps = [values if all(map(math.isfinite, values)) else (0.0, 0.0) for values in zip(*curves, strict=False)]
         bands.append([half * statistics.stdev(values) if half else 0.0 for values in steps])
     title = f"Loss minus {first.name}'s, {seeds}" + (" with its 95 % interval" if len(comparison.seeds) > 1 else "")
