@@ -215,6 +215,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def number(value: float) -> str:
+    """Four significant digits, whole numbers with separators, powers of ten only where they are shorter."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
 def in_short(count: float) -> str:
     """``98.7M``, ``7.24B``, ``135B``."""
     for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):

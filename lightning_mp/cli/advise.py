@@ -213,9 +213,10 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     parts = ", ".join(f"{name.replace('_', ' ')} {value / _GIB:.1f}" for name, value in best.parts.items())
     budget = found.tokens or shape.tokens
     low, mid, high = best.days(budget)
-    cost = "" if money is None else f", {money[0]:,.0f} to {money[2]:,.0f} in money"
+    cost = "" if money is None else f", at a cost of {money[0]:,.0f} to {money[2]:,.0f}"
     say(f"1: {best}", rest="   ")
-    say(f"GiB by part: {parts}. {best.reason.removeprefix(f'{found.precision_reason}; ')}.", "   ")
+    reason = best.reason.removeprefix(found.precision_reason).removeprefix("; ")
+    say(f"GiB by part: {parts}.{reason and f' {reason}.'}", "   ")
     say(f"{in_short(budget)} tokens: {_days(mid)} days ({_days(low)} to {_days(high)}){cost}", "   ")
     say(f"{found.gpu.word}: {found.gpu.source}.", "   ")
     for line in found.lost:

@@ -28,7 +28,7 @@ def compare(
     ] = "bf16-mixed,fp8-mixed",
     seeds: Annotated[int, typer.Option(help="How many pairs of runs; an interval needs two.")] = 8,
     steps: Annotated[Whole, typer.Option(help="Optimizer steps a run: trainer.max_steps, else 100.")] = None,
-    margin: Annotated[Number, typer.Option(help="A difference of the loss that is none: 0.5 % of the first's.")] = None,
+    margin: Annotated[Number, typer.Option(help="A smaller difference of the loss is none; 0.5 % of the loss.")] = None,
     out: Annotated[File, typer.Option(help="The folder of compare.json and .html: a new one below runs/.")] = None,
     as_json: Json = False,
     config_dir: ConfigDirs = None,

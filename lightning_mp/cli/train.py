@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -127,6 +128,8 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
         model, data = parts.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
             _write_config(config, folder, say, faults)
+        # Lightning's own call of torch, which whoever trains cannot change
+        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
         trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
     if trainer.is_global_zero:
         page, skipped = folder / "report.html", int(regime.plan.skipped_steps)
@@ -138,6 +141,7 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
 
 def show_readings(trainer: Trainer) -> None:
     """The bar shows the loss and the loss scale of TrainingHealth's last reading, which cost no wait for the device."""
+    from lightning_mp.errors import number
     from lightning_mp.health.callback import TrainingHealth
     from lightning_mp.record import metric_names
     from lightning_mp.record.callback_utils import callbacks_of
@@ -151,7 +155,7 @@ def show_readings(trainer: Trainer) -> None:
     def get_metrics(*arguments: Any) -> dict[str, Any]:
         last = next((row for row in reversed(health.rows) if metric_names.LOSS in row), {})
         names = {"loss": metric_names.LOSS, "scale": metric_names.LOSS_SCALE}
-        shown = {short: f"{last[name]:.4g}" for short, name in names.items() if last.get(name) is not None}
+        shown = {short: number(last[name]) for short, name in names.items() if last.get(name) is not None}
         return {**shown, **given(*arguments)}
 
     bar.get_metrics = get_metrics

@@ -31,7 +31,7 @@ _NOT_OF_A_MODEL = ("model_type", "architectures", "dtype", "torch_dtype", "trans
 
 @dataclass(frozen=True)
 class Advice:
-    """``choices`` that fit, best first; ``lost``, a line for each layout that did not make it.
+    """``choices`` that fit, best first; ``lost``, a line for each layout, or reason, that did not make it.
 
     Where nothing fits, ``missing_bytes`` says by how much on each GPU, and ``nearest_gpus`` how many GPUs would do.
     """
@@ -224,8 +224,7 @@ def _label(layout: Layout) -> str:
 
 def _reason(each: Estimate, why: str) -> str:
     layout = each.layout
-    room = layout.gpu.memory / _GIB
-    parts = [f"{each.memory_bytes / _GIB:.1f} of {room:.1f} GiB"]
+    parts = list[str]()
     if layout.checkpointing != "none":
         without = of_layout(each.shape, replace(layout, checkpointing="none"))
         saved = (without.memory_bytes - each.memory_bytes) / _GIB
@@ -243,11 +242,16 @@ def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
         if not each.fits:
             missing = each.missing_bytes / _GIB
             lines.append(f"{_label(each.layout)} does not fit: {missing:,.1f} GiB missing at its smallest")
-    for each in fitting[1:]:
+    blocked = [each.blocked for each in fitting[1:] if each.blocked]
+    for number, each in enumerate(fitting[1:], 1):
+        if each.blocked and each.blocked in [better.blocked for better in fitting[1:number]]:
+            continue
+        alike = blocked.count(each.blocked)
+        best = f", the best of {alike} alike" if alike > 1 else ""
         slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
         speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"
         why = each.blocked or ("" if slower > 0 else "it has more parts, or a smaller batch")
-        lines.append(f"{_label(each.layout)}: {speed}{why and '; '}{why}")
+        lines.append(f"{_label(each.layout)}{best}: {speed}{why and '; '}{why}")
     return tuple(lines)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from lightning_mp.errors import number
+
 Kind = Literal[
     "nonfinite_loss",
     "nonfinite_grad",
@@ -66,7 +68,7 @@ class Event:
         places += [f"module {self.module!r}"] if self.module else []
         places += [f"parameter {self.parameter!r}"] if self.parameter else []
         where = f" in {', '.join(places)}" if places else ""
-        pairs = ((key, f"{value:.4g}" if isinstance(value, float) else value) for key, value in self.evidence.items())
+        pairs = ((key, number(value) if isinstance(value, float) else value) for key, value in self.evidence.items())
         numbers = ", ".join(f"{key} {value}" for key, value in pairs)
         text = f"step {self.step}: {self.kind.replace('_', ' ')}{where}"
         text += f" ({numbers})" if numbers else ""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from markupsafe import escape
 
-from lightning_mp.errors import counted
+from lightning_mp.errors import counted, number
 from lightning_mp.record import metric_names as names
 from lightning_mp.record.events import SEVERITIES
 from lightning_mp.record.report.load import Run, Series
@@ -86,13 +86,6 @@ def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
 # ---------------------------------------------------------------------- numbers
 
 
-def number(value: float) -> str:
-    """Four significant digits, whole numbers with separators, powers of ten only where they are shorter."""
-    if value == int(value) and abs(value) < 1e9:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
 def power_of_two(value: float) -> str:
     """``2¹⁶`` for a power of two, which a loss scale nearly always is."""
     mantissa, exponent = math.frexp(value)
@@ -106,7 +99,7 @@ def plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return number(value) if math.isfinite(value) else str(value)
+        return number(value)
     if isinstance(value, (list, tuple)):
         return ", ".join("…" if isinstance(item, (list, dict)) else plain(item) for item in value)
     return "…" if isinstance(value, dict) else str(value)

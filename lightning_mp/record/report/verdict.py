@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_mp.errors import counted
+from lightning_mp.errors import counted, number
 from lightning_mp.record import metric_names as names
 from lightning_mp.record.events import Event
-from lightning_mp.record.report.charts import figures, number, state
+from lightning_mp.record.report.charts import figures, state
 from lightning_mp.record.report.load import Run
 
 _PINS = re.compile(r"""(?:pins=|DtypePinning\()\{['"][^'"…]+['"]: [^}]*\}\)?""")
