@@ -100,7 +100,7 @@ def _example(size: float, word: str, gpus: int) -> list[object]:
     return [
         f"{size / 1e9:.3g}B", f"{gpus} x `{word}`", f"`{best.precision}`", f"`{best.strategy}`",
         f"{best.data} x {best.tensor} x {best.pipeline}", best.checkpointing, best.micro_batch,
-        f"{best.memory_bytes / 2**30:.0f}", f"{mid:,.0f} ({low:,.0f} to {high:,.0f})", f"{best.days()[1]:,.3g}",
+        f"{best.memory_bytes / 2**30:.0f}", f"{mid:,.0f} ({low:,.0f} to {high:,.0f})", f"{best.days()[1]:,.{0 if best.days()[1] >= 100 else 2}f}",
     ]  # fmt: skip
 
 

@@ -212,7 +212,8 @@ def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> 
                 Fault(f"{part}: {fault.problem}", allowed=fault.allowed, fix=fault.fix) for fault in cause.faults
             )
         elif isinstance(cause, (MissingExtraError, MisconfigurationException)):
-            faults.add(f"{part}: {one_line(cause)}", fix="fix it, or its arguments")
+            fix = "run that line" if isinstance(cause, MissingExtraError) else "fix it, or its arguments"
+            faults.add(f"{part}: {one_line(cause)}", fix=fix)
         else:
             raise  # from the user's own code, whose traceback is shown
     return None

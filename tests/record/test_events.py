@@ -33,7 +33,8 @@ def test_it_round_trips_through_a_line_of_json() -> None:
 def test_the_line_for_people_says_where_why_and_what_to_do() -> None:
     assert str(EVENT) == (
         "step 17: nonfinite grad in rank 1, module 'model.layers.3.mlp', parameter 'model.layers.3.mlp.weight' "
-        "(loss_scale 1,024). Likely cause: the product overflows in fp16. What to do: pin it to fp32. Action taken: skip"
+        "(loss_scale 1,024). Likely cause: the product overflows in fp16. What to do: pin it to fp32. "
+        "Action taken: skip"
     )
 
 
