@@ -96,11 +96,12 @@ def _largest(word: str, strategy: str, gpus: int) -> str:
 
 def _example(size: float, word: str, gpus: int) -> list[object]:
     best = advise(ModelShape.of_size(size, seq_len=4096), gpu=word, gpus=gpus).best
-    low, mid, high = best.tokens_per_s
+    (low, mid, high), (_, days, _) = best.tokens_per_s, best.days()
     return [
         f"{size / 1e9:.3g}B", f"{gpus} x `{word}`", f"`{best.precision}`", f"`{best.strategy}`",
         f"{best.data} x {best.tensor} x {best.pipeline}", best.checkpointing, best.micro_batch,
-        f"{best.memory_bytes / 2**30:.0f}", f"{mid:,.0f} ({low:,.0f} to {high:,.0f})", f"{best.days()[1]:,.{0 if best.days()[1] >= 100 else 2}f}",
+        f"{best.memory_bytes / 2**30:.0f}", f"{mid:,.0f} ({low:,.0f} to {high:,.0f})",
+        f"{days:,.0f}" if days >= 100 else f"{days:.3g}",
     ]  # fmt: skip
 
 
