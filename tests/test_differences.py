@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan, PlanError, first_difference
 from lightning_mp.cli import app
+from support.cells import WHOLE
 from support.comparing import same
 
 IDS = torch.arange(64).reshape(2, 32) % 50
@@ -104,10 +105,15 @@ def test_what_is_planted_is_the_first_difference(case: str) -> None:
     assert f"The first difference is in the {part} pass of '2' ({inner.__name__})" in str(found)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    ("b", "backend"), [("bf16-mixed", ""), ("16-mixed", ""), ("bf16-true", ""), ("32-true", "eager")]
-)
+#: the other plan and the backend, by model; to compile every module of a network takes long
+HEALTHY = [
+    pytest.param(model, *other, marks=WHOLE if other[1] and model in ("llama", "resnet") else [])
+    for other in (("bf16-mixed", ""), ("16-mixed", ""), ("bf16-true", ""), ("32-true", "eager"))
+    for model in MODELS
+]
+
+
+@pytest.mark.parametrize(("model", "b", "backend"), HEALTHY)
 def test_a_healthy_model_has_none(model: str, b: str, backend: str) -> None:
     torch.manual_seed(0)
     batch = IMAGES if model in ("resnet", "convnext") else {"input_ids": IDS, "labels": IDS}

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_mp.bad_steps.replay import KeptBatch, Replayer
 from lightning_mp.numerics.rng import rng_state
 from lightning_mp.plan.diagnosis import Diagnosis
+from support.cells import sampled
 from support.manual import Pair, in_turn
 from support.models import same_weights, weights
 from support.nonfinite import BAD, STOCK, Breaks, Remembers
@@ -157,9 +158,7 @@ class Trace(Callback):
         )
 
 
-@pytest.mark.parametrize("mode", STOCK)
-@pytest.mark.parametrize("when", ["step", "end"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("mode", "when", "accumulate"), sampled(STOCK, ["step", "end"], [1, 2]))
 def test_a_replay_leaves_no_trace(mode: str, when: str, accumulate: int) -> None:
     """On every batch, in a run with dropout, batch statistics, metrics, counters and logs."""
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": 2, **stock_for(mode)}

@@ -7,12 +7,13 @@ import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 
 import lightning_mp.callbacks
 from lightning_mp import PlanError
@@ -186,16 +187,20 @@ def test_beside_a_plan_it_refuses_and_names_the_plans_field(name: str) -> None:
 @every_mode
 def test_what_only_reads_changes_no_number(name: str, mode: str) -> None:
     """Beside a plan where it may be there, beside Lightning's own plugin otherwise."""
-    runs = []
-    for callbacks in ([], [_build(name)]):
-        module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4))
-        precision = stock_for(mode) if name in ACTING and mode != "16-true" else {"precision": mode}
-        if name not in ACTING:
-            precision = {"plugins": [plan_for(mode)]}
-        fit(module, callbacks=callbacks, **precision)
-        runs.append((module.losses, weights(module)))
-    assert runs[0][0] == runs[1][0]
-    assert same_weights(runs[0][1], runs[1][1])
+    losses, trained = _run(mode, name not in ACTING, _build(name))
+    alone, trained_alone = _run_alone(mode, name not in ACTING)
+    assert losses == alone
+    assert same_weights(trained, trained_alone)
+
+
+def _run(mode: str, planned: bool, *callbacks: Callback) -> tuple[list[float], dict[str, Tensor]]:
+    module = Regression(lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4))
+    stock = {"precision": mode} if mode == "16-true" else stock_for(mode)
+    fit(module, callbacks=[*callbacks], **({"plugins": [plan_for(mode)]} if planned else stock))
+    return module.losses, weights(module)
+
+
+_run_alone = cache(_run)
 
 
 @pytest.mark.parametrize("order", [list, reversed])

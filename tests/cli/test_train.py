@@ -198,8 +198,8 @@ def test_two_processes_train_one_run(tmp_path: Path) -> None:
 
 def test_bad_input_is_one_error_without_a_traceback(tmp_path: Path) -> None:
     path = write(tmp_path, PLAIN.replace("width", "widht"))
-    done = command(path, "plan.precision=fp61", cwd=tmp_path)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["train", path, "plan.precision=fp61"])
+    assert done.exit_code == 2
     assert done.stdout == ""
     head, *lines = done.stderr.splitlines()
     assert head == "lightning-mp train: 2 errors"

@@ -24,10 +24,11 @@ from support.models import Regression, batches, same_weights, weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
 
-#: many more than a window of alerts
-ROWS = 8 * 80
+#: a spike is judged by as many steps before it; and many more rows than these steps take
+WINDOW = 16
+ROWS = 8 * (WINDOW + 20)
 PLAIN = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
-SPIKE_AT = 70
+SPIKE_AT = WINDOW + 8
 HOSTS: dict[str, Any] = {
     "stock 32-true": lambda: stock_for("32-true"),
     "stock bf16-mixed": lambda: stock_for("bf16-mixed"),
@@ -70,7 +71,7 @@ class Faulty(Regression):
 
 
 def watched(tmp_path: Path, module: Any, monitor: dict[str, Any] | None = None, **options: Any) -> TrainingHealth:
-    mine = TrainingHealth(tmp_path / "run", report=False, **(monitor or {}))
+    mine = TrainingHealth(tmp_path / "run", report=False, alerts={"spike_window": WINDOW}, **(monitor or {}))
     options.setdefault("data", batches(ROWS) if getattr(module, "at", 0) > 8 else batches())
     fit(module, callbacks=[*options.pop("callbacks", []), mine], **options)
     return mine
@@ -146,7 +147,7 @@ def test_an_event_is_in_the_file_the_logger_the_console_and_memory(
     mine = watched(tmp_path, Faulty("spike", SPIKE_AT), logger=logger)
     (said,) = [record for record in caplog.records if record.name == "lightning_mp"]
     assert said.levelname == "WARNING"
-    assert said.message.startswith("TrainingHealth: step 70: grad norm spike ")
+    assert said.message.startswith(f"TrainingHealth: step {SPIKE_AT}: grad norm spike ")
     (event,) = alerts(mine)
     (line,) = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert json.loads(line) == event.to_dict()

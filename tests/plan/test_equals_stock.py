@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lightning_mp import MixedPrecisionPlan
+from support.cells import sampled
 from support.models import HIDDEN, Regression, batches, same_weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
@@ -68,9 +69,9 @@ def _pair(mode: str, build: Any, stock: Any = None, **loop: Any) -> None:
     assert any(not torch.equal(here.start[name], here.weights[-1][name]) for name in here.start)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "loop"), sampled(["32-true", "bf16-mixed", "16-mixed"], OPTIMIZERS, LOOPS)
+)
 def test_losses_gradients_weights_and_state_are_stocks(mode: str, optimizer: str, loop: str) -> None:
     def build() -> Regression:
         return Regression(OPTIMIZERS[optimizer])

@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
+from support.cells import WHOLE
 from support.manual import Manual, Pair, between
 from support.models import batches, same_weights, weights
 from support.running import fit, trainer
@@ -128,7 +129,12 @@ RULES = {
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rule"), [("plain", "static"), ("fused", "grows by 2 every third"), ("sgd", "grows by 2 every third")]
+    ("optimizer", "rule"),
+    [
+        ("plain", "static"),
+        ("fused", "grows by 2 every third"),
+        pytest.param("sgd", "grows by 2 every third", marks=WHOLE),
+    ],
 )
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_of_stepping_equals_fp32_bit_for_bit(way: Any, optimizer: str, rule: str) -> None:
@@ -145,7 +151,7 @@ def test_every_way_of_stepping_equals_fp32_bit_for_bit(way: Any, optimizer: str,
     assert (plan.applied_steps, plan.skipped_steps) == (runner.global_step, 0)
 
 
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("mode", ["bf16-mixed", pytest.param("32-true", marks=WHOLE)])
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not own_scale], ids=lambda way: way.__name__)
 def test_modes_without_a_scale_equal_stock(way: Any, mode: str) -> None:
     # Lightning refuses to clip a fused optimizer's gradients, here too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -22,9 +22,8 @@ def pairwise(cells: Iterable[Cell]) -> list[Cell]:
     return chosen
 
 
-def sampled(*axes: Iterable[Any]) -> Iterator[Any]:
+def sampled(*axes: Iterable[Any]) -> list[Any]:
     """Every cell of the product as a parameter, those of :func:`pairwise` to be run each time."""
     cells = list(product(*axes))
     often = set(pairwise(cells))
-    for cell in cells:
-        yield pytest.param(*cell, marks=[] if cell in often else WHOLE)
+    return [pytest.param(*cell, marks=[] if cell in often else WHOLE) for cell in cells]
