@@ -47,6 +47,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _seed() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _no_rank() -> Iterator[None]:
     """A distributed strategy leaves its environment and group to the tests after it: it runs in ``in_a_process``."""
     yield
