@@ -37,14 +37,15 @@ def count(text: str) -> float:
 
 def load_parts():  # a module's type has no name
     """What builds and runs a model. Looking for garbage in its thousands of modules would take a third of the time."""
-    first = "lightning_mp.cli.parts" not in sys.modules
-    if first:
+    if "lightning_mp.cli.parts" not in sys.modules and gc.isenabled():
         gc.disable()
+        try:
+            from lightning_mp.cli import parts
+        finally:
+            gc.enable()
+        gc.freeze()
     from lightning_mp.cli import parts
 
-    if first:
-        gc.freeze()
-        gc.enable()
     return parts
 
 
