@@ -11,6 +11,7 @@ from typing import Any
 from conformance.families import FAMILIES, Family
 from conformance.optimizers import STEPPERS, Stepper
 from conformance.strategies import STRATEGIES
+from support.cells import covering
 
 MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 PINS = {"*norm*": "fp32"}
@@ -248,11 +249,5 @@ def choose(cells: Iterable[Key], seed: str) -> list[Key]:
     cells = list(cells)
     order = list(dict.fromkeys(strategy for strategy, _ in cells))
     random.Random(seed).shuffle(cells)
-    covered = {cell: _pairs(cell) for cell in cells}
-    missing: set[Pair] = set().union(*covered.values())
-    chosen: list[Key] = []
-    while missing:
-        chosen.append(max(cells, key=lambda cell: len(covered[cell] & missing)))
-        missing -= covered[chosen[-1]]
-        cells = [cell for cell in cells if not covered[cell].isdisjoint(missing)]
+    chosen = covering({cell: _pairs(cell) for cell in cells})
     return sorted(chosen, key=lambda cell: order.index(cell[0]))

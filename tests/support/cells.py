@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -12,14 +12,18 @@ Cell = TypeVar("Cell", bound=tuple[Any, ...])
 WHOLE = [pytest.mark.slow, pytest.mark.whole]
 
 
+def covering(pairs: Mapping[Cell, set[Any]]) -> list[Cell]:
+    """Few of the cells, whose sets have all that is in any."""
+    chosen, missing = list[Cell](), set[Any]().union(*pairs.values())
+    while missing:
+        chosen.append(max(pairs, key=lambda cell: len(pairs[cell] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
 def pairwise(cells: Iterable[Cell]) -> list[Cell]:
     """Few that have every two values together that any has."""
-    left = {cell: set(combinations(enumerate(cell), 2)) for cell in cells}
-    chosen, missing = list[Cell](), set().union(*left.values())
-    while missing:
-        chosen.append(max(left, key=lambda cell: len(left[cell] & missing)))
-        missing -= left[chosen[-1]]
-    return chosen
+    return covering({cell: set(combinations(enumerate(cell), 2)) for cell in cells})
 
 
 def sampled(*axes: Iterable[Any]) -> list[Any]:
