@@ -128,9 +128,10 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
         model, data = parts.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
             _write_config(config, folder, say, faults)
-        # Lightning's own call of torch, which whoever trains cannot change
-        warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
-        trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
+        with warnings.catch_warnings():
+            # Lightning's own call of torch, which whoever trains cannot change
+            warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
+            trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
     if trainer.is_global_zero:
         page, skipped = folder / "report.html", int(regime.plan.skipped_steps)
         lost = f", {skipped} of them skipped" if skipped else ""
