@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -107,7 +108,8 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
     ids = {
         word: one.ids for word, one in zip(words, tokenizer.encode_batch(words, add_special_tokens=False), strict=True)
     }
-    return torch.tensor(list(chain.from_iterable(ids[word] for document in cut for word in document)))
+    flat = chain.from_iterable(ids[word] for document in cut for word in document)
+    return torch.from_numpy(np.fromiter(flat, np.int64))  # a third of the time that a list takes
 
 
 # ---------------------------------------------------------------------- documents
