@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_mp.bad_steps.handler import BadSteps, check_rewind
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn, begins_window
 from lightning_mp.errors import Faults
-from lightning_mp.health.actions import ReduceLR, suppress
+from lightning_mp.health.actions import suppress
 from lightning_mp.numerics import grads, nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.plan import optimizer_facts
@@ -26,7 +26,7 @@ from lightning_mp.record.callback_utils import StepTracker
 from lightning_mp.record.events import Event
 from lightning_mp.record.run_log import RunDir, WritesRun, is_fresh
 
-OnTrip = Literal["skip", "reduce_lr", "raise", "rewind"]
+OnTrip = Literal["skip", "raise", "rewind"]
 _NAME = "NonFiniteGuard"
 #: at or below this scale an overflow is no search for the right one any more
 _FLOOR = 1.0
@@ -48,9 +48,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.
 
     Args:
-        on_trip: what to do besides skipping. ``"reduce_lr"`` makes 100 steps at a tenth of the learning rate, on
-            top of any scheduler; ``"raise"`` stops the run at once; ``"rewind"`` loads the last checkpoint of the
-            Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
+        on_trip: what to do besides skipping. ``"raise"`` stops the run at once; ``"rewind"`` loads the last checkpoint
+            of the Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
         max_consecutive: how many skips in a row are allowed; the next raises ``NonFiniteError``.
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
 
@@ -67,8 +66,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         with Faults(_NAME) as faults:
             faults.one_of("on_trip", on_trip, get_args(OnTrip), "use on_trip='skip'")
             faults.whole("max_consecutive", max_consecutive, 0, "use max_consecutive=100")
-        self.on_trip, self._reduce = on_trip, ReduceLR()
-        self.max_consecutive, self.run_dir = max_consecutive, run_dir
+        self.on_trip, self.max_consecutive, self.run_dir = on_trip, max_consecutive, run_dir
         self.events: list[Event] = []
         #: whether the last optimizer step was skipped
         self.step_skipped = False
@@ -128,7 +126,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         if run is not None:
             run.overrides.close()
             run.bad_steps.close(error)
-        self._reduce.release()
 
     # ------------------------------------------------------------------ the step
 
@@ -153,7 +150,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         """
         run = self._run
         assert run is not None
-        self._reduce.after_batch(trainer)
         if not run.steps.batch_ends():
             return  # nothing stepped: in the middle of an accumulation window, or a batch that was None never began
         if run.dropped:
@@ -180,8 +176,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             bad_loss=run.bad_loss,
             from_gradients=None if run.bad_loss else run.from_gradients,
         )
-        if self.on_trip == "reduce_lr" and not scale_warmup:
-            self._reduce.start(trainer)
 
     # ------------------------------------------------------------------ checkpoints
 

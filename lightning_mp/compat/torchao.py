@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
@@ -113,30 +113,6 @@ def product(recipe: str, *, emulate: bool) -> Product:
     return lambda rows, weight_t: multiply(rows, weight_t, how, config)
 
 
-def scaling(rows: Tensor, recipe: str, role: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The scale by which a recipe multiplies an operand, and what rounds the result to FP8.
-
-    ``rows`` are of the operand named ``role`` (input, weight, gradient), in the product where each of its rows has a
-    scale of its own if the recipe's have: fp32 (rows, 1), else a scalar; of blocks (rows, columns).
-    """
-    round_to = _float8("float8_utils").to_fp8_saturated
-    if recipe.startswith("mxfp8"):
-        largest = rows.float().unflatten(-1, (-1, 32)).abs().amax(-1)
-        scale = torch.exp2(-torch.ceil(torch.log2(largest.clamp(min=2.0**-118) / 448)))
-        return scale.repeat_interleave(32, -1), partial(round_to, float8_dtype=torch.float8_e4m3fn)
-    config, _ = _recipe(recipe, False)
-    cast_to: Any = getattr(config, f"cast_config_{'grad_output' if role == 'gradient' else role}")
-    by_row = cast_to.scaling_granularity is _float8("config").ScalingGranularity.AXISWISE
-    scale = _float8("float8_scaling_utils").tensor_to_scale(
-        rows,
-        cast_to.target_dtype,
-        scaling_granularity=cast_to.scaling_granularity,
-        axiswise_dim=-1 if by_row else None,
-        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
-    )
-    return scale, partial(round_to, float8_dtype=cast_to.target_dtype)
-
-
 # ------------------------------------------------------------------ weights that are gathered in FP8
 
 
@@ -167,17 +143,11 @@ def restored(tensor: Tensor) -> Tensor:
     return cast("Any", tensor).to_original_precision()
 
 
-def held(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of a tensor that holds FP8, and their scale."""
-    inner = cast("Any", tensor)
-    return inner._data, inner._scale
-
-
 def held_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
     if type(tensor).__name__ == "MXTensor":
         return cast("Any", tensor).qdata.dtype
-    return held(tensor)[0].dtype if holds_fp8(tensor) else tensor.dtype
+    return cast("Any", tensor)._data.dtype if holds_fp8(tensor) else tensor.dtype
 
 
 def product_node(output: Tensor) -> Any:

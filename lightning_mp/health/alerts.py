@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import islice, pairwise
 from statistics import median
 from typing import Any, ClassVar, NamedTuple, cast
@@ -60,16 +60,12 @@ class AlertSettings:
     #: ... where on average they are this many standard deviations above that level, and each half as many
     divergence_sigmas: float = 6.0
 
-    #: losses among which there is no fall
+    #: readings in which nothing moves
     plateau_window: int = 200
-    #: a fall counts when it is more than this many standard errors
-    plateau_sigmas: float = 3.0
     #: the gradient norm is falling when the later half's median is below this part of the earlier half's
     plateau_falling: float = 0.9
     #: share of the largest update ratio so far; below it weights no longer move, and a plateau is not convergence
     plateau_still: float = 1e-3
-    #: share of the first losses; a level that lies less than this below them has not fallen, which is noted
-    plateau_progress: float = 0.02
 
     #: skips in a row; warm-up under a scale of 65,536 was measured to have up to 5
     streak_skips: int = 6
@@ -77,30 +73,12 @@ class AlertSettings:
     #: skips while the scale is at its floor, of the last 10 readings
     collapse_skips: int = 3
 
-    #: an FP8 operand's scale jumps by this factor against the median of its last ``jump_steps`` readings ...
-    jump_total: float = 64.0
-    jump_steps: int = 20
-    #: ... and by as many standard deviations of its logarithm. Measured: healthy gradients' move 30-fold a reading
-    jump_sigmas: float = 6.0
-
-    #: share of an FP8 operand's values flushed to zero. Measured: healthy up to 0.002, with an outlier of 1e4 0.4 ...
-    underflow_share: float = 0.25
-    #: ... in so many readings in a row
-    underflow_patience: int = 10
-
-    #: readings whose median share of lost updates ...
-    lost_window: int = 20
-    #: ... is this much
-    lost_share: float = 0.5
-
     #: readings left out at the start: compilation, caches
     throughput_warmup: int = 20
-    throughput_window: int = 100
-    #: share of the best level, for ``throughput_patience`` readings in a row
+    #: readings whose median is the speed: a single slow one is the machine's
+    throughput_window: int = 20
+    #: share of the best such median
     throughput_ratio: float = 0.33
-    throughput_patience: int = 3
-    #: least time that these have cost. Measured: on a busy machine four steps of 1 ms take 14, by chance
-    throughput_seconds: float = 0.1
 
     #: readings left out at the start: optimizer state, caching allocators
     memory_warmup: int = 50
@@ -142,32 +120,18 @@ class AlertSettings:
 # ---------------------------------------------------------------------- numbers
 
 
-class Operand(NamedTuple):
-    """Of one operand of an FP8 layer: the share of its values that were flushed to 0, of those that are not 0.
-
-    ``scale`` is what ``amax``, the largest magnitude, is multiplied by; with a scale a row the smallest.
-    """
-
-    flushed: float
-    amax: float
-    scale: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """The numbers of the optimizer step ``step``; ``None`` where one is not known: rules skip it.
 
     ``grad_norm`` is global, unscaled, before clipping. ``loss_scale`` is the one after the step, and
     ``scale_at_floor`` says whether it can fall no further. ``skipped``: nothing was applied in this step.
-    ``seconds`` is the time of one step, from which ``tokens_per_s`` and ``samples_per_s`` are computed. ``fp8`` are the
-    operands of the layers that run in FP8, by layer and role (``input``, ``weight``, ``gradient``).
     """
 
     step: int
     loss: float | None = None
     grad_norm: float | None = None
     update_ratio: float | None = None
-    lost_updates: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
     skips_in_a_row: int = 0
@@ -175,9 +139,7 @@ class Reading:
     lr: float | None = None
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
-    seconds: float | None = None
     memory_gib: float | None = None
-    fp8: Mapping[tuple[str, str], Operand] = field(default_factory=dict[tuple[str, str], Operand])
 
 
 #: a normal distribution's standard deviation in median absolute deviations
@@ -232,14 +194,6 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "weights do not move, since the learning rate is far too small or updates round to nothing",
         "raise the learning rate, keep fp32 weights ('bf16-mixed', not 'bf16-true'), see that the optimizer has them",
     ),
-    "not fallen": (
-        "the loss is where it began, within its noise; weights move, and the gradient norm does not fall",
-        "none needed if the validation loss improves; else see whether one batch can be overfitted",
-    ),
-    "lost_updates": (
-        "weights are stored in half precision alone, where an update below half of the last bit changes nothing",
-        "use the mixed mode, or torchao's _AdamW(bf16_stochastic_round=True); or raise the learning rate",
-    ),
     "scale_collapse": (
         "gradients overflow at every scale, since weights or activations are beyond fp16's range",
         f"stop; go back to the last good checkpoint, {_BEYOND_FP16}",
@@ -260,26 +214,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "slow data loading, another job on the machine, or a device that throttles",
         "raise num_workers or check the storage; look at the device's utilisation and clocks",
     ),
-    "fp8_underflow": (
-        "a few of its values are so large that most others are flushed to zero at the scale that these need",
-        "keep the layer in bf16 with FP8(skip=('lm_head', {layer!r})), or use recipe='rowwise', with a scale per row",
-    ),
-    "scale fell": (
-        "an outlier in the batch, or an activation that runs away, so that all other values lose precision",
-        "look at the batch; clip gradients, or keep the layer in bf16 with FP8(skip=('lm_head', {layer!r}))",
-    ),
-    "scale rose": (
-        "a layer before it is dead or was reset, so that its values are tiny",
-        "look at the layers before it, and at what has changed their weights (a load, the learning rate)",
-    ),
 }
 
 
 # ---------------------------------------------------------------------- rules
-
-#: what a condition is about: the layer and the role of an FP8 operand, or the step as a whole
-Subject = tuple[str, str]
-_STEP: Subject = ("", "")
 
 
 class Found(NamedTuple):
@@ -301,56 +239,44 @@ class Rule:
     readings_between: ClassVar[int] = 10
     #: how many known numbers there were so far
     seen = 0
+    #: readings before the next event
+    cooldown = 0
+    #: the last step, which is not evaluated twice
+    last_step: int | None = None
 
     def __init__(self, settings: AlertSettings) -> None:
         self.settings = settings
-        #: the last step, which is not evaluated twice
-        self.last_step: int | None = None
-        #: readings before the next event, for the step or for each FP8 operand
-        self.cooldown: dict[Subject, int] = {}
-        self._windows: dict[str | Subject, Window] = {}
+        self._windows: dict[str, Window] = {}
 
-    def window(self, name: str | Subject, size: int) -> Window:
+    def window(self, name: str, size: int) -> Window:
         """The last ``size`` numbers kept as ``name``."""
         return self._windows.setdefault(name, deque(maxlen=size))
 
     def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
-        """The event of a condition that begins in this reading, at most one; that of another operand waits its turn."""
+        """The event of a condition that begins in this reading."""
         if reading.step == self.last_step:
             return None
         self.last_step = reading.step
-        event: Event | None = None
-        for subject, found in self.conditions(reading):
-            cooling = self.cooldown.pop(subject, 0)
-            if found is None:
-                if cooling > 1:
-                    self.cooldown[subject] = cooling - 1
-            elif cooling:  # it goes on
-                self.cooldown[subject] = self.readings_between
-            elif event is None:
-                self.cooldown[subject] = self.readings_between
-                event = self._event(reading.step, subject[0], found, under_plan)
-        return event
-
-    def _event(self, step: int, layer: str, found: Found, under_plan: bool) -> Event:
+        value = known(getattr(reading, self.reads))
+        self.seen += value is not None
+        found = None if value is None else self.judge(value, reading)
+        if found is None:
+            self.cooldown = max(0, self.cooldown - 1)
+            return None
+        begins, self.cooldown = self.cooldown == 0, self.readings_between
+        if not begins:
+            return None
         cause, advice = _TEXTS[found.text or self.kind]
         pinned = pinning(["…"], under_plan=under_plan).partition(", before")[0]
         return Event(
-            step=step,
+            step=reading.step,
             kind=self.kind,
-            severity="info" if found.text == "not fallen" else self.severity,
-            module=layer or None,
+            severity=self.severity,
             value=found.value,
             evidence=found.evidence,
             cause=cause,
-            advice=advice.format(pinned=pinned, layer=layer),
+            advice=advice.format(pinned=pinned),
         )
-
-    def conditions(self, reading: Reading) -> Iterable[tuple[Subject, Found | None]]:
-        """Add a reading to the windows; whether the condition holds, of the step or of each FP8 operand."""
-        value = known(getattr(reading, self.reads))
-        self.seen += value is not None
-        return [(_STEP, None if value is None else self.judge(value, reading))]
 
     def judge(self, value: float, reading: Reading) -> Found | None:
         """Add a known number to the windows; the condition if it holds, whether or not it held before."""
@@ -437,8 +363,6 @@ class LossDivergence(Rule):
         return len(high) >= enough and sum(high) / len(high) - self.lowest > far
 
 
-#: of a normal sample's median: sqrt(pi / 2) times that of its mean
-_MEDIAN_ERROR = math.sqrt(math.pi / 2)
 #: half the distance between fp32 numbers, relatively: no weight moves by less
 _FP32_ROUNDING = 2.0**-24
 #: a learning rate that changes by more than this within the window is a schedule at work
@@ -446,10 +370,9 @@ _STEADY = 1.01
 
 
 class LossPlateau(Rule):
-    """Neither loss nor gradient norm fell within the window, for a reason other than convergence.
+    """Nothing moves for a window: gradients are zero though the loss is not, or the update ratio is next to nothing.
 
-    An alert where nothing moves: gradients are zero though the loss is not, or the update ratio is next to nothing.
-    Else a notice, where the loss has not fallen since the run began: noisy data that are nearly known look the same.
+    A gradient norm that falls is convergence, and a rate that changes a schedule at work.
     """
 
     kind, reads = "loss_plateau", "loss"
@@ -458,60 +381,30 @@ class LossPlateau(Rule):
     peak = 0.0
 
     def judge(self, value: float, reading: Reading) -> Found | None:
-        first = self.window("first", _FIRST)
-        if not full(first):
-            first.append(value)
         for name in ("loss", "grad_norm", "update_ratio", "lr"):
             window, number = self.window(name, self.settings.plateau_window), known(getattr(reading, name))
             window.extend([] if number is None else [number])
         losses, norms, ratios, rates = (self._windows[name] for name in ("loss", "grad_norm", "update_ratio", "lr"))
-        if not full(losses):
-            return None
         if full(ratios):
             self.peak = max(self.peak, median(parts(ratios, 2)[1]))
-        start = median(first)
-        why = self._why(start, losses, norms, ratios, rates)  # the cheapest check first
+        why = self._why(norms, ratios, rates) if full(losses) and median(losses) != 0 else None
         if why is None:
             return None
         if full(norms):
             earlier, later = map(median, parts(norms, 2))
             if later < self.settings.plateau_falling * earlier:
                 return None
-        halves = parts(losses, 2)
-        before, after = map(median, halves)
-        errors = [
-            sigma(half, level) / math.sqrt(len(half)) for half, level in zip(halves, (before, after), strict=True)
-        ]
-        if before - after > self.settings.plateau_sigmas * _MEDIAN_ERROR * math.hypot(*errors):
-            return None
-        numbers: dict[str, Any] = {str(name): median(window) for name, window in self._windows.items() if window}
+        numbers: dict[str, Any] = {name: median(window) for name, window in self._windows.items() if window}
         return Found(value, {**numbers, "window": len(losses)}, why)
 
-    def _why(self, start: float, losses: Window, norms: Window, ratios: Window, rates: Window) -> str | None:
-        level = median(losses)
-        if level != 0 and full(norms) and norms[-1] == 0 and median(norms) == 0:
+    def _why(self, norms: Window, ratios: Window, rates: Window) -> str | None:
+        if full(norms) and norms[-1] == 0 and median(norms) == 0:
             return "zero gradients"
         least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
-        still = full(ratios) and median(ratios) <= least
-        if still and not (full(rates) and max(rates) > _STEADY * min(rates)):
-            return "zero rate" if rates and rates[-1] == 0 else "still"
-        rising = full(rates) and rates[-1] > _STEADY * rates[0]
-        return None if rising or start - level >= self.settings.plateau_progress * abs(start) else "not fallen"
-
-
-class LostUpdates(Rule):
-    """Over a window, the larger part of the updates was rounded away."""
-
-    kind, reads = "lost_updates", "lost_updates"
-
-    def judge(self, value: float, reading: Reading) -> Found | None:
-        shares = self.window("shares", self.settings.lost_window)
-        shares.append(value)
-        usual = median(shares)
-        if not full(shares) or usual < self.settings.lost_share:
+        scheduled = full(rates) and max(rates) > _STEADY * min(rates)
+        if scheduled or not full(ratios) or median(ratios) > least:
             return None
-        rate = {} if reading.lr is None else {"lr": reading.lr}
-        return Found(usual, {"lost_updates": usual, "readings": len(shares), **rate})
+        return "zero rate" if rates and rates[-1] == 0 else "still"
 
 
 #: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
@@ -557,8 +450,6 @@ class SkipStreak(Rule):
 
 #: pieces of the window whose medians all have to rise
 _PIECES = 8
-#: noise orders them so once in 8! windows: the rise has to be this many of its standard deviations too
-_NOISE = 2.0
 
 
 class MemoryGrowth(Rule):
@@ -574,110 +465,38 @@ class MemoryGrowth(Rule):
         steps.append(reading.step)
         if not full(kept) or value <= kept[0]:  # in most runs it does not grow, and the check is free
             return None
-        pieces = parts(kept, _PIECES)
-        levels = [median(piece) for piece in pieces]
+        levels = [median(piece) for piece in parts(kept, _PIECES)]
         grown = levels[-1] - levels[0]
-        spread = median([sigma(piece, level) for piece, level in zip(pieces, levels, strict=True)])
-        worth = max(self.settings.memory_gib, self.settings.memory_ratio * levels[0], _NOISE * spread)
+        worth = max(self.settings.memory_gib, self.settings.memory_ratio * levels[0])
         if grown < worth or not all(before < after for before, after in pairwise(levels)):
             return None
         rate = 1000 * grown / (reading.step - int(steps[0]))
         return Found(value, {"memory_gib": value, "before": levels[0], "gib_per_1000_steps": rate})
 
 
-#: an earlier reading counts as equally slow up to this many times the fastest of the slow readings in a row. Measured
-#: on a machine with five times more work than cores: it separates nearly all chance from what lasts
-_AS_SLOW = 2.0
-
-
 class ThroughputDrop(Rule):
-    """Several readings in a row far below the best level so far, which together have cost noticeable time.
-
-    In tokens per second where they are known, else in samples per second. On a busy machine single steps are slow: for
-    every reading in the window before that was as slow, one more in a row is needed.
-    """
+    """The median of the last readings is far below the best so far; tokens per second, or samples where not known."""
 
     kind = "throughput_drop"
     readings_between = 100
     #: the largest median of a window
     best = 0.0
-    #: the slow readings in a row: how many, the fastest of them, and the seconds they have cost
-    slow, fastest, lost = 0, 0.0, 0.0
 
-    def conditions(self, reading: Reading) -> Iterable[tuple[Subject, Found | None]]:
+    def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
         self.reads = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
-        return super().conditions(reading)
+        return super().evaluate(reading, under_plan)
 
     def judge(self, value: float, reading: Reading) -> Found | None:
-        if self.seen <= self.settings.throughput_warmup:
+        rates = self.window("rates", self.settings.throughput_window)
+        if self.seen > self.settings.throughput_warmup:
+            rates.append(value)
+        if not full(rates):
             return None
-        rates, settings, best = self.window("rates", self.settings.throughput_window), self.settings, self.best
-        before = list(rates)[: len(rates) - self.slow]
-        rates.append(value)
-        if full(rates):
-            self.best = max(best, median(rates))
-        if value >= settings.throughput_ratio * best:
-            self.slow, self.fastest, self.lost = 0, 0.0, 0.0
+        rate = median(rates)
+        self.best = max(self.best, rate)
+        if rate >= self.settings.throughput_ratio * self.best:
             return None
-        self.slow, self.fastest = self.slow + 1, max(self.fastest, value)
-        seconds = known(reading.seconds)
-        # a time that is not known counts as long enough
-        self.lost += settings.throughput_seconds if seconds is None else seconds * (1 - value / best)
-        enough = settings.throughput_patience + sum(other <= _AS_SLOW * self.fastest for other in before)
-        if self.slow < enough or self.lost < settings.throughput_seconds:
-            return None
-        return Found(value, {self.reads: value, "before": best, "ratio": value / best, "readings": self.slow})
-
-
-class OperandRule(Rule):
-    """One condition on each operand of each FP8 layer; the event names the layer and the operand."""
-
-    def conditions(self, reading: Reading) -> Iterable[tuple[Subject, Found | None]]:
-        for subject, operand in reading.fp8.items():
-            if not (math.isfinite(operand.amax) and math.isfinite(operand.scale)):
-                continue
-            found = self.judge_operand(operand, subject)
-            if found is not None:
-                numbers = {"amax": operand.amax, "scale": operand.scale}
-                found = found._replace(evidence={"role": subject[1], **found.evidence, **numbers})
-            yield subject, found
-
-    def judge_operand(self, operand: Operand, subject: Subject) -> Found | None:
-        """Add the operand's numbers to the windows; the condition if it holds."""
-        raise NotImplementedError
-
-
-class FP8Underflow(OperandRule):
-    """Several readings in a row, more of an operand's values were flushed to zero than training bears."""
-
-    kind = "fp8_underflow"
-
-    def judge_operand(self, operand: Operand, subject: Subject) -> Found | None:
-        window = self.window(subject, self.settings.underflow_patience)
-        window.append(operand.flushed)
-        if not full(window) or min(window) < self.settings.underflow_share:
-            return None
-        return Found(operand.flushed, {"flushed": operand.flushed, "readings": len(window)})
-
-
-class ScaleJump(OperandRule):
-    """An operand's scale far from the median of the last ones."""
-
-    kind = "scale_jump"
-
-    def judge_operand(self, operand: Operand, subject: Subject) -> Found | None:
-        window, power = self.window(subject, self.settings.jump_steps), math.log2(operand.scale)
-        last = list(window)
-        window.append(power)
-        if len(last) < self.settings.jump_steps:
-            return None
-        before = median(last)
-        # A gradient's scale rises without limit where a model has learned its data: that is no fault.
-        far = before - power if subject[1] == "gradient" else abs(power - before)
-        if far < max(math.log2(self.settings.jump_total), self.settings.jump_sigmas * sigma(last, before)):
-            return None
-        numbers = {"before": 2.0**before, "factor": 2.0 ** (power - before), "steps": len(window)}
-        return Found(operand.scale, numbers, "scale fell" if power < before else "scale rose")
+        return Found(rate, {self.reads: rate, "before": self.best, "ratio": rate / self.best, "readings": len(rates)})
 
 
 # ---------------------------------------------------------------------- all of them
@@ -687,11 +506,8 @@ _RULES: tuple[type[Rule], ...] = (
     GradNormSpike,
     LossPlateau,
     LossDivergence,
-    LostUpdates,
     ScaleCollapse,
     SkipStreak,
-    ScaleJump,
-    FP8Underflow,
     ThroughputDrop,
     MemoryGrowth,
 )
@@ -716,5 +532,5 @@ class Alerts:
         return [event for event in events if event is not None]
 
     def holds(self, kind: Kind) -> bool:
-        """Whether the condition of a step's rule held in the last reading, though its event may have come before."""
-        return any(rule.kind == kind and rule.cooldown.get(_STEP) == rule.readings_between for rule in self.rules)
+        """Whether a rule's condition held in the last reading, though its event may have come before."""
+        return any(rule.kind == kind and rule.cooldown == rule.readings_between for rule in self.rules)

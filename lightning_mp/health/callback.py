@@ -25,12 +25,12 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
 from lightning_mp.health import actions as acts
-from lightning_mp.health.actions import Action, ReduceLR
-from lightning_mp.health.alerts import Alerts, AlertSettings, Operand, Reading
+from lightning_mp.health.actions import SPIKE, Action
+from lightning_mp.health.alerts import Alerts, AlertSettings, Reading
 from lightning_mp.health.loss_scale_monitor import LossScaleMonitor
-from lightning_mp.health.measurement import LAG, Read, StepMeasurement, ToHost, Values
+from lightning_mp.health.measurement import LAG, StepMeasurement, ToHost, Values
 from lightning_mp.health.scale_sources import Number, SkipCount, StockSource, scale_source
-from lightning_mp.health.throughput import FLOPS, SECONDS, Count, Throughput
+from lightning_mp.health.throughput import FLOPS, Count, Throughput
 from lightning_mp.numerics.dtypes import describe
 from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.diagnosis import Diagnosis
@@ -48,15 +48,13 @@ _NAME = "TrainingHealth"
 _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
 #: what LossScaleMonitor logs too
 _SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
-_SKIPPED, _FP8 = "skipped", "fp8"
+_SKIPPED = "skipped"
 #: what a written reading holds, in this order
 _ROW = (
     metric_names.LOSS,
     metric_names.GRAD_NORM,
     metric_names.PARAM_NORM,
     metric_names.UPDATE_RATIO,
-    metric_names.LOST_UPDATES,
-    metric_names.FP8_FLUSHED,
     *_SCALES,
     metric_names.LR,
     metric_names.TOKENS_PER_S,
@@ -79,15 +77,15 @@ class TrainingHealth(WritesRun):
 
     - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
       sum of the losses passed to ``manual_backward``. ``val/loss``: what validation logged as that or ``val_loss``.
-    - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio`` and
-      ``health/lost_updates`` look at 16 evenly spaced pieces of 1,024 elements of a large parameter.
+    - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio``
+      looks at 16 evenly spaced pieces of 1,024 elements of a large parameter.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
     - Throughput is over all ranks, since the last reading, validation excluded. ``health/mfu``: FLOPs per token or
       sample, counted in the first batch, times the throughput, over the device's peak; recomputation is not counted.
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
 
     Nothing waits for the device: numbers are copied together, once per reading, and evaluated when they have arrived,
-    on CUDA at most 3 steps later. So late a ``"stop"`` or ``"reduce_lr"`` acts there, and a non-finite step that
+    on CUDA at most 3 steps later. So late a ``"stop"`` acts there, and a non-finite step that
     nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
     batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
     that is measured.
@@ -97,9 +95,8 @@ class TrainingHealth(WritesRun):
         every_n_steps: optimizer steps from one reading to the next.
         alerts: thresholds, as :class:`~lightning_mp.health.alerts.AlertSettings` or a mapping of its fields; False for
             none.
-        actions: what to do about a kind of event: ``"log"`` (the default), ``"skip"`` (do not apply that step, nor any
-            other of the same streak of spikes or non-finite values, which has one event), ``"reduce_lr"`` (100 steps
-            at a tenth of the learning rate), ``"stop"``.
+        actions: what to do about a kind of event: ``"log"`` (the default), ``"stop"``, and of a ``grad_norm_spike``
+            ``"skip"`` (do not apply that step, nor any other of the same streak, which has one event).
         tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
             integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
         samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
@@ -128,10 +125,8 @@ class TrainingHealth(WritesRun):
         with Faults(_NAME) as faults:
             faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
             self.actions: dict[Kind, Action] = acts.parse(actions, faults)
-        self._skips: list[Kind] = [kind for kind, action in self.actions.items() if action == "skip"]
         self.run_dir, self.every_n_steps, self.report = run_dir, every_n_steps, report
         self.tokens, self.samples, self.peak_flops = tokens, samples, peak_flops
-        self._reduce = ReduceLR()
         self._alert_settings = AlertSettings.of(alerts)
         self._alerts = Alerts(self._alert_settings)
         self._log = RunLog(_NAME)
@@ -147,11 +142,6 @@ class TrainingHealth(WritesRun):
     def events(self) -> list[Event]:
         """The last 1,000 events, as written; ``events.jsonl`` has all."""
         return list(self._log.events)
-
-    @property
-    def fp8_rows(self) -> list[dict[str, Any]]:
-        """Under ``"fp8-mixed"``: each layer's flushed share, amax and scale by role; the last 1,000 lines."""
-        return list(self._log.fp8_rows)
 
     # ------------------------------------------------------------------ the run
 
@@ -235,7 +225,7 @@ class TrainingHealth(WritesRun):
             return
         run.count.before_step()
         if run.step.measures:
-            run.measured.before_step(optimizer, run.source, self._reduce.factor)
+            run.measured.before_step(optimizer, run.source)
             if run.checks_before_step and run.step.before is None:
                 self._check_before_step(run, run.step, trainer, optimizer)
 
@@ -243,21 +233,14 @@ class TrainingHealth(WritesRun):
         """Read what is known before the step, and leave the step out where the user wants that."""
         step.before = run.to_host.read({**run.measured.take(), **run.count.values()})
         reading = step.reading(run.measured.derived(step.before), run.floor)
-        found = self._alerts.judge(reading, only=self._skips)
+        spikes = self._alerts.judge(reading, only=(SPIKE,)) if run.skips else []
         if run.automatic:
             step.events_before = self._nonfinite(trainer, step, reading, changed=False)
-        bad = [event for event in step.events_before if event.is_alert and event.kind in self._skips]
-        spikes = "grad_norm_spike" in self._skips and self._alerts.holds("grad_norm_spike")
-        # every non-finite one of a streak is left out, of which the first has an event
-        streak = {"nonfinite_loss": reading.loss, "nonfinite_grad": reading.grad_norm}
-        again = any(kind in self._skips and not math.isfinite(value or 0.0) for kind, value in streak.items())
-        if found or bad or spikes or (run.applies_bad_steps and again):
+        if run.skips and self._alerts.holds(SPIKE):
             step.suppressed = True
             run.suppressed += 1
-            applied_nothing = partial(replace, severity="warning")  # what is not applied has done no harm
-            step.events_before = [applied_nothing(event) if event.is_alert else event for event in step.events_before]
             acts.suppress(optimizer, run.source.scaler if isinstance(run.source, StockSource) else None)
-        step.events_before += found
+        step.events_before += spikes
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -268,40 +251,29 @@ class TrainingHealth(WritesRun):
         if run.steps.batch_ends():
             run.count.after_batch()
             run.step.ended = True
-            run.unread += 1
             run.until_reading = (run.until_reading or self.every_n_steps) - 1
             if run.step.measures:
-                run.step.count, run.unread = run.unread, 0
                 self._send(run, run.step, trainer)
             run.to_host.deliver()
-        self._reduce.after_batch(trainer)
 
     def _send(self, run: _Run, step: _Step, trainer: Trainer) -> None:
         run.measured.after_step()
-        fp8 = run.measured.fp8
         values = {**run.measured.take(run.throughput.take()), **run.count.values(), metric_names.LR: run.measured.lr}
-        values |= {_SKIPPED: run.count.skipped_last, _FP8: None if fp8 is None else fp8.watch.end()}
+        values[_SKIPPED] = run.count.skipped_last
         step.logged_step = logged_step(trainer)
         run.to_host.send(values, partial(self._arrived, trainer, step))
 
-    def _arrived(self, trainer: Trainer, step: _Step, late: Read) -> None:
+    def _arrived(self, trainer: Trainer, step: _Step, late: Values) -> None:
         """Log the numbers of a step, now on the host, run the alerts on them, and act."""
-        run, table = self._active, late.pop(_FP8)
+        run = self._active
         values = run.measured.derived({**(step.before or {}), **late})
-        operands: dict[tuple[str, str], Operand] = {}
-        if table is not None and run.measured.fp8 is not None:
-            found = run.measured.fp8.watch.operands(table)
-            operands = {place: Operand(*numbers) for place, numbers in found.items()}
-            values[metric_names.FP8_FLUSHED] = max((one.flushed for one in operands.values()), default=None)
         flops, peak = values[FLOPS], run.throughput.peak
         values[metric_names.MFU] = flops / peak if flops and peak else None
-        reading = replace(step.reading(values, run.floor), fp8=operands)
+        reading = step.reading(values, run.floor)
         row = {name: values.get(name) for name in _ROW}
         self._log.row(step.number, row)
         left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
         log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
-        if operands:
-            self._log.fp8(step.number, operands)
         events = step.events_before
         if not (run.checks_before_step and run.automatic):
             # skipped for what was finite when it was measured: a hook that came later changed it
@@ -346,10 +318,7 @@ class TrainingHealth(WritesRun):
             return event
         if action == "skip":
             return replace(event, action="skip" if step.suppressed else "log")
-        if action == "stop":
-            trainer.should_stop = True
-        else:
-            self._reduce.start(trainer)
+        trainer.should_stop = True
         return replace(event, action=action)
 
     # ------------------------------------------------------------------ the end, and checkpoints
@@ -373,7 +342,6 @@ class TrainingHealth(WritesRun):
         self._log.close(trainer, report=self.report, error=error)
 
     def _close(self) -> None:
-        self._reduce.release()
         run, self._run = self._run, None
         if run is not None:
             run.hooks.remove()
@@ -397,8 +365,6 @@ class _Step:
     #: of the last batch
     batch_idx: int = 0
     logged_step: int = 0
-    #: steps since the last reading
-    count: int = 1
     #: what was read before the optimizer stepped, and the events found in it
     before: Values | None = None
     events_before: list[Event] = field(default_factory=list[Event])
@@ -408,13 +374,12 @@ class _Step:
 
     def reading(self, values: Values, floor: float) -> Reading:
         """The numbers for the alerts; ``floor`` is the lowest loss scale."""
-        scale, seconds = values[metric_names.LOSS_SCALE], values[SECONDS]
+        scale = values[metric_names.LOSS_SCALE]
         return Reading(
             step=self.number,
             loss=values.get(metric_names.LOSS),
             grad_norm=values.get(metric_names.GRAD_NORM),
             update_ratio=values.get(metric_names.UPDATE_RATIO),
-            lost_updates=values.get(metric_names.LOST_UPDATES),
             loss_scale=scale,
             skipped=bool(values.get(_SKIPPED)),
             skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
@@ -422,7 +387,6 @@ class _Step:
             lr=values.get(metric_names.LR),
             tokens_per_s=values[metric_names.TOKENS_PER_S],
             samples_per_s=values[metric_names.SAMPLES_PER_S],
-            seconds=None if seconds is None else seconds / self.count,
             memory_gib=values[metric_names.MEMORY_ALLOCATED],
         )
 
@@ -449,8 +413,10 @@ class _Run:
         #: how many steps were left out for an alert
         self.suppressed = 0
         self.count = SkipCount(source, self._skipped)
-        self.hooks, skips = SkipAwareHooks(), "skip" in health.actions.values()
-        if skips:
+        self.hooks = SkipAwareHooks()
+        #: whether the step of a spike is left out
+        self.skips = "skip" in health.actions.values()
+        if self.skips:
             _check_skips(trainer, module)
             self.hooks.install(trainer, module, lambda: self.step.suppressed)
         self.automatic = module.automatic_optimization
@@ -461,11 +427,11 @@ class _Run:
         self.applies_bad_steps = not (self.guard or skipped_for)
         #: whether numbers are read before the optimizer's step: to leave it out, or to find out what went wrong while
         #: weights are as they were, which is not done on CUDA, where it would be a device sync
-        self.checks_before_step = skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
+        self.checks_before_step = self.skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
         self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
         self.step = _Step(measures=True, ended=True)
-        #: optimizer steps to the next reading, and since the last
-        self.until_reading = self.unread = 0
+        #: optimizer steps to the next reading
+        self.until_reading = 0
         self.failed = False
 
     def _skipped(self) -> Number:
@@ -497,4 +463,4 @@ def _check_skips(trainer: Trainer, module: LightningModule) -> None:
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         where = "under DeepSpeed, whose gradients are in its own partitions"
     if where:
-        raise PlanError.of(f"an action 'skip' {where}", "use 'reduce_lr' or 'stop'", _NAME)
+        raise PlanError.of(f"an action 'skip' {where}", "use 'stop'", _NAME)

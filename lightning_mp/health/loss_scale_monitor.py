@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, logged_step, rank_zero_info
 from lightning_mp.errors import Faults
-from lightning_mp.health.measurement import Read, ToHost
+from lightning_mp.health.measurement import ToHost, Values
 from lightning_mp.health.scale_sources import SkipCount, scale_source
 from lightning_mp.plan.skip_aware import Override
 from lightning_mp.record import metric_names
@@ -105,7 +105,7 @@ class LossScaleMonitor(RunCallback):
         self._until_reading -= 1
         self._to_host.deliver()
 
-    def _log(self, trainer: Trainer, read: Read, step: int, logged_at: int, attempts: int) -> None:
+    def _log(self, trainer: Trainer, read: Values, step: int, logged_at: int, attempts: int) -> None:
         values = {name: value for name, value in read.items() if value is not None}
         values[metric_names.SKIP_RATE] /= attempts
         self._rows.append({metric_names.STEP: step, **values})

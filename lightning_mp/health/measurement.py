@@ -1,4 +1,4 @@
-"""The measurement of one step on whole or sharded parameters: norms, what the step changed, lost updates, memory.
+"""The measurement of one step on whole or sharded parameters: norms, what the step changed, memory.
 
 Everything stays on the device until :class:`ToHost` has brought it over, for which nothing waits.
 """
@@ -26,20 +26,17 @@ from lightning_mp.health.scale_sources import DeepSpeedSource, Number, ScaleSour
 from lightning_mp.health.throughput import FLOPS, SECONDS, Processed
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
-from lightning_mp.numerics.dtypes import HALF
 from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
-from lightning_mp.plan.run import PlanBase
 from lightning_mp.record import metric_names
 
 Values = dict[str, float | None]
-Read = dict[str, Any]
 Measured = dict[str, Number | None]
 GIB = 2**30
 #: how many steps later numbers are evaluated, at most
 LAG = 3
 #: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
 PIECES, PIECE = 16, 1024
-_CHANGE, _BEFORE, _LOST, _MOVED = "change", "before", "lost", "moved"
+_CHANGE, _BEFORE = "change", "before"
 #: of every rank: what is added up, and of what the largest counts
 _ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, FLOPS)
 _LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
@@ -60,22 +57,15 @@ class StepMeasurement:
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         #: ranks that share one batch (tensor parallel) count it once
         self._share = sampler.get("num_replicas", self._world) / self._world
-        plugin = trainer.precision_plugin
-        #: what FP8 does in this run, if anything
-        self.fp8 = plugin.engine.fp8 if isinstance(plugin, PlanBase) and plugin.engine is not None else None
         self.begin()
 
     def begin(self) -> None:
         """A step that is to be measured begins."""
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
-        self._before: dict[object, Shard] = {}
-        #: by kind of weights, where one in half precision is to move
-        self._moves: dict[object, Tensor] = {}
+        self._before: dict[Kind, Shard] = {}
         self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
         self._sums = SquareSums(self._device, self._order)
-        if self.fp8 is not None:
-            self.fp8.watch.begin(self.fp8.converted, self._device)
         #: of the first group of the first optimizer that stepped
         self.lr: Number | None = None
 
@@ -90,7 +80,7 @@ class StepMeasurement:
         return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
 
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer, source: ScaleSource | None, lr_factor: float) -> None:
+    def before_step(self, optimizer: Optimizer, source: ScaleSource | None) -> None:
         """Measure the unscaled gradients that ``optimizer`` is about to use, and the weights before the first step.
 
         Of an optimizer that steps several times in a batch the first step counts.
@@ -98,8 +88,7 @@ class StepMeasurement:
         parameters = self._trained
         if not self._seen:
             # Lightning's stand-in for no optimizer has no groups
-            lr = next((group["lr"] for group in optimizer.param_groups), None)
-            self.lr = None if lr is None else lr * lr_factor  # Adafactor may have its own
+            self.lr = next((group["lr"] for group in optimizer.param_groups), None)  # Adafactor may have its own
             self._before = copied(self._parameters())
             self._sums.add(list(self._before.values()), _BEFORE)
         if not self._layout.zero:
@@ -108,53 +97,22 @@ class StepMeasurement:
         elif self._seen:
             return
         self._seen.update(map(id, parameters.values()))
-        self._note_moves(optimizer, parameters.values())
         shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
         # torch's scaler leaves unscaling to a fused optimizer, as under stock Lightning
         scaled = self._layout.zero or (isinstance(source, StockSource) and takes_flag(optimizer))
         scale = source.scale() if source and scaled else None
         self._sums.add(shards, metric_names.GRAD_NORM, divisor=None if scale is None else scale.scale)
 
-    def _note_moves(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
-        """Note which half-precision weights ``optimizer`` is to move: those whose gradient and rate are not 0.
-
-        Under ZeRO, whose gradients are not where its weights are, nothing is noted, nor of an optimizer that rounds
-        stochastically (torchao), or keeps fp32 masters (Apex) or a Kahan compensation (optimi).
-        """
-        own = getattr(optimizer, "optimizer", optimizer)
-        names = ("bf16_stochastic_round", "master_weights", "kahan_sum")
-        if self._layout.zero or any(getattr(own, name, None) or own.defaults.get(name) for name in names):
-            return
-        half = [parameter for parameter in self._trained.values() if parameter.dtype in HALF]
-        if not half:
-            return
-        rates = [(group["lr"], group["params"]) for group in optimizer.param_groups]
-        # a rate on the device is not read; Adafactor may have none
-        still = {id(p) for rate, members in rates if isinstance(rate, float | int) and rate == 0 for p in members}
-        moving = {id(parameter) for parameter in parameters} - still
-        moves: list[Tensor] = []
-        for parameter in half:
-            gradient = sample(self._layout.gradient(parameter).tensor)
-            moves.append(gradient != 0)
-            if not gradient.numel() or id(parameter) not in moving:
-                moves[-1] = torch.zeros_like(sample(self._layout.parameter(parameter).tensor), dtype=torch.bool)
-        for kind, shard in copied(map(self._layout.parameter, half), moves).items():
-            self._moves[kind] = self._moves[kind] | shard.tensor if kind in self._moves else shard.tensor
-
     @torch.no_grad()
     def after_step(self) -> None:
-        """Measure the parameters as they are now, how far the step has moved them, and how many it was to move."""
+        """Measure the parameters as they are now, and how far the step has moved them."""
         shards = self._parameters()
         now = copied(shards)
-        for kind, moves in self._moves.items():
-            lost = (now[kind].tensor == self._before[kind].tensor) & moves
-            self._sums.count(now[kind].groups, _LOST, lost.sum().float())
-            self._sums.count(now[kind].groups, _MOVED, moves.sum().float())
         for kind, shard in now.items():
             shard.tensor.sub_(self._before[kind].tensor)
         self._sums.add(list(now.values()), _CHANGE)
         self._sums.add(shards, metric_names.PARAM_NORM)
-        self._before, self._moves = {}, {}
+        self._before = {}
 
     def take(self, done: Processed | None = None) -> Measured:
         """What was measured since the last call, the same on every rank: for :meth:`derived`, once it is on the host.
@@ -200,9 +158,6 @@ class StepMeasurement:
         change, before = values.pop(_CHANGE, None), values.pop(_BEFORE, None)
         if change is not None and before:
             values[metric_names.UPDATE_RATIO] = change / before
-        lost, moved = values.pop(_LOST, None), values.pop(_MOVED, None)
-        if lost is not None and moved:
-            values[metric_names.LOST_UPDATES] = lost / moved
         return values
 
     def _parameters(self) -> list[Shard]:
@@ -295,7 +250,6 @@ class SquareSums:
     def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
         self._device = device
         self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
-        self._squared: set[str] = set()
 
     def add(self, shards: Sequence[Shard], name: str, divisor: Number | None = None) -> None:
         """Add the squares of ``shards`` (over ``divisor``); every rank adds shards with the same process groups."""
@@ -305,16 +259,12 @@ class SquareSums:
         for groups in dict.fromkeys(shard.groups for shard in shards):
             places = [place for place, shard in enumerate(shards) if shard.groups == groups]
             every = len(places) == len(shards)
-            self.count(groups, name, (values if every else torch.stack([values[place] for place in places])).sum())
-        self._squared.add(name)
-
-    def count(self, groups: Groups, name: str, value: Tensor) -> None:
-        """Add a number that is added up over ``groups`` as it is."""
-        sums = self._sums.setdefault(groups, {})
-        sums[name] = sums[name] + value if name in sums else value
+            value = (values if every else torch.stack([values[place] for place in places])).sum()
+            sums = self._sums.setdefault(groups, {})
+            sums[name] = sums[name] + value if name in sums else value
 
     def norms(self) -> dict[str, Tensor]:
-        """The 2-norm, or the count, under every name: fp32 scalars on the device."""
+        """The 2-norm under every name: fp32 scalars on the device."""
         total: dict[str, Tensor] = {}
         for groups, sums in self._sums.items():
             if not sums:
@@ -324,17 +274,17 @@ class SquareSums:
                 dist.all_reduce(values, group=group)
             for name, value in zip(sums, values, strict=True):
                 total[name] = total[name] + value if name in total else value
-        return {name: value.sqrt() if name in self._squared else value for name, value in total.items()}
+        return {name: value.sqrt() for name, value in total.items()}
 
 
 Kind = tuple[Groups, torch.dtype, torch.device, int]
 
 
-def copied(shards: Iterable[Shard], pieces: Iterable[Tensor] | None = None) -> dict[object, Shard]:
-    """Copies of the parameters, or ``pieces`` of their shape, those of a kind behind each other in one tensor."""
+def copied(shards: Iterable[Shard]) -> dict[Kind, Shard]:
+    """Copies of the parameters, or of a sample of a large one, those of a kind behind each other in one tensor."""
     found: dict[Kind, list[Tensor]] = {}
-    shards = list(shards)
-    for (tensor, groups), piece in zip(shards, pieces or (sample(one.tensor) for one in shards), strict=True):
+    for tensor, groups in shards:
+        piece = sample(tensor)
         found.setdefault((groups, tensor.dtype, tensor.device, piece.dim()), []).append(piece)
     return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
 
@@ -352,14 +302,18 @@ def sample(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Sent:
-    """Values of which some are still on their way into ``host``: pinned memory, and its view by numpy."""
+    """Values of which those of ``names`` are still on their way into ``host``, in pinned memory."""
 
-    values: Read
-    shapes: dict[str, torch.Size]
-    host: tuple[Tensor, Any]
+    values: Values
+    names: Sequence[str]
+    host: Tensor
     event: Any
-    then: Callable[[Read], object]
+    then: Callable[[Values], object]
     age: int = 0
+
+
+#: the most numbers of one reading
+_MOST = 64
 
 
 class ToHost:
@@ -372,10 +326,10 @@ class ToHost:
     def __init__(self, device: torch.device, ranks: int = 1, lag: int = LAG) -> None:
         self._device, self._ranks, self._lag = device, ranks, lag
         self._under_way: deque[Sent] = deque()
-        self._free: list[tuple[Tensor, Any]] = []
+        self._free: list[Tensor] = []
 
-    def send(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> None:
-        """Copy ``values``; :meth:`deliver` will call ``then`` with them, a table as lists."""
+    def send(self, values: Mapping[str, Number | None], then: Callable[[Values], object]) -> None:
+        """Copy ``values``; :meth:`deliver` will call ``then`` with them."""
         self._under_way.append(self._start(values, then))
 
     def deliver(self, *, wait: bool = False) -> None:
@@ -389,39 +343,27 @@ class ToHost:
             self._under_way.popleft()
             sent.then(self._arrived(sent))
 
-    def read(self, values: Mapping[str, Number | None]) -> Read:
+    def read(self, values: Mapping[str, Number | None]) -> Values:
         """``values`` at once: the one wait there is."""
         return self._arrived(self._start(values, lambda _: None))
 
-    def _arrived(self, sent: Sent) -> Read:
+    def _arrived(self, sent: Sent) -> Values:
         if sent.event is not None:
             sent.event.synchronize()
-        start, (_, numbers) = 0, sent.host
-        for name, shape in sent.shapes.items():
-            sent.values[name] = numbers[start : start + shape.numel()].reshape(shape).tolist()
-            start += shape.numel()
+        sent.values.update(zip(sent.names, sent.host.tolist(), strict=False))
         self._free.append(sent.host)
         return sent.values
 
-    def _start(self, values: Mapping[str, Number | None], then: Callable[[Read], object]) -> Sent:
+    def _start(self, values: Mapping[str, Number | None], then: Callable[[Values], object]) -> Sent:
         kind = self._device.type
         there = {n: v.detach() for n, v in values.items() if isinstance(v, Tensor) and v.device.type == kind}
         known = {n: v if v is None or n in there else float(v) for n, v in values.items()}
-        columns = [value.reshape(-1).to(torch.float32) for value in there.values()]
-        host = self._buffer(sum(map(len, columns)))
+        host = self._free.pop() if self._free else torch.empty(_MOST, pin_memory=kind == "cuda")
         event = None
-        if columns:
-            flat = torch.cat(columns)
-            host[0][: len(flat)].copy_(flat, non_blocking=kind == "cuda")  # whose event is awaited below
+        if there:
+            numbers = torch.stack([value.reshape(()).float() for value in there.values()])
+            host[: len(numbers)].copy_(numbers, non_blocking=kind == "cuda")  # whose event is awaited below
             if kind == "cuda":
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(self._device))
-        return Sent(known, {name: value.shape for name, value in there.items()}, host, event, then)
-
-    def _buffer(self, size: int) -> tuple[Tensor, Any]:
-        """One of those that are free, if it is large enough."""
-        for place, (tensor, _) in enumerate(self._free):
-            if len(tensor) >= size:
-                return self._free.pop(place)
-        tensor = torch.empty(max(size, 64), dtype=torch.float32, pin_memory=self._device.type == "cuda")
-        return tensor, tensor.numpy()
+        return Sent(cast("Values", known), list(there), host, event, then)

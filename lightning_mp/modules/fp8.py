@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from lightning_mp.compat import torchao
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.errors import Faults
-from lightning_mp.modules import fp8_watch
 from lightning_mp.modules.patterns import (
     Swapped,
     matches,
@@ -217,7 +216,6 @@ class Running:
     #: what has the stage of the Trainer's run as ``stage``, and that of training; ``None`` where there is no Trainer
     stages: tuple[Any, Any] | None
     evaluate: bool
-    watch: fp8_watch.Watch
 
     def __deepcopy__(self, memo: Any) -> Running:
         return self
@@ -238,7 +236,7 @@ class Running:
 class FP8Forward(Swapped):
     """Multiplies in FP8 where the plan trains, and is the Linear that it was everywhere else."""
 
-    lmp_state = ("_lmp_fp8", fp8_watch.SEEN)
+    lmp_state = ("_lmp_fp8",)
     _lmp_fp8: Running
 
     def forward(self, input: Tensor) -> Tensor:
@@ -251,15 +249,12 @@ class FP8Forward(Swapped):
                 return nn.functional.linear(input, torchao.restored(module.weight), module.bias)
             return cast("Any", super()).forward(input)
         rows = input.to(running.dtype).reshape(-1, input.shape[-1])
-        seen: Tensor | None = self.__dict__.get(fp8_watch.SEEN) if running.watch.on else None
         count = rows.shape[0]
         if count % running.multiple:  # the tokens are what the gradient of the weight sums over
             rows = nn.functional.pad(rows, (0, 0, 0, -count % running.multiple))
         # torchao looks at CUDA's autocast alone, and its tensors do not know the operators of inference mode.
         with torch.autocast(running.device_type, enabled=False), _no_inference_mode():
             output = running.product(rows, module.weight.t())[:count]
-        if seen is not None:
-            output = running.watch.note(output, rows[:count], module.weight, seen)
         output = output.reshape(*input.shape[:-1], -1)
         bias = cast("Tensor | None", module.bias)
         return output if bias is None else output + bias.to(output.dtype)
@@ -307,14 +302,13 @@ class Conversion:
         self.converted = dict(zip((layer.name for layer in self.layers if layer.converted), modules, strict=True))
         #: what has the stage of the Trainer's run as ``stage``, and that of training
         self.stages: tuple[Any, Any] | None = None
-        self.watch = fp8_watch.Watch(rule.recipe)
 
     def apply(self, dtype: torch.dtype, device_type: str) -> None:
         """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
         rule = self.rule
         product = torchao.product(rule.recipe, emulate=rule.emulate)
         evaluate = rule.evaluate == "fp8"
-        running = Running(product, rule.multiple, dtype, device_type, self.stages, evaluate, self.watch)
+        running = Running(product, rule.multiple, dtype, device_type, self.stages, evaluate)
         for module in self.converted.values():
             swap_in(module, FP8Forward, _lmp_fp8=running)
 

@@ -16,9 +16,6 @@ Kind = Literal[
     "loss_divergence",
     "scale_collapse",
     "skip_streak",
-    "scale_jump",
-    "lost_updates",
-    "fp8_underflow",
     "throughput_drop",
     "memory_growth",
 ]

@@ -19,7 +19,6 @@ from lightning_mp.record.events import Event
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-FP8 = "fp8.jsonl"
 RUN = "run.json"
 AUDIT, AUDIT_TABLE = "audit.json", "audit.md"
 FINDINGS = "findings.json"
@@ -29,7 +28,7 @@ PIPELINE = "pipeline.json"
 #: the folder of saved batches, and their names in it
 BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
 #: what a run writes; it replaces another run's only where that one's run.json says that it was written by this package
-_FILES = (METRICS, EVENTS, FP8, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, PIPELINE, RUN)
+_FILES = (METRICS, EVENTS, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, PIPELINE, RUN)
 _WRITTEN_BY = {"written_by": "lightning_mp"}
 _LOCK = ".lightning_mp.lock"
 _OWN = "pass run_dir= to give this run a folder of its own"
@@ -53,8 +52,6 @@ class RunFolder:
         self.path = path
         #: whether run.json says already that the run failed
         self.failed = False
-        #: whether a run that resumes finds the validation of the step at which it resumes
-        self.resumed_validated = False
         self._owner, self._lock = owner, lock
         self._writers: set[str] = set()
         self._warned = False
@@ -123,10 +120,6 @@ class RunFolder:
         """Append a reading."""
         self._append(METRICS, {metric_names.STEP: step, **values})
 
-    def fp8(self, step: int, operands: Mapping[str, Any]) -> None:
-        """Append what became of FP8's operands, by layer and role."""
-        self._append(FP8, {metric_names.STEP: step, "layers": operands})
-
     def event(self, event: Event) -> None:
         """Append an event."""
         self._append(EVENTS, event.to_dict())
@@ -175,22 +168,19 @@ class RunFolder:
 
     def _drop_from(self, step: int) -> None:
         """Drop the readings of ``step`` and later ones, but the validation before ``step``, which is not run again."""
-        for name in (METRICS, FP8, EVENTS):
+        for name in (METRICS, EVENTS):
             path = self.path / name
             if path.is_file():
                 kept = [line for line in path.read_bytes().splitlines() if _is_kept(line, step, name)]
-                if name == METRICS:
-                    self.resumed_validated = bool(kept) and json.loads(kept[-1])[metric_names.STEP] == step
                 self._replace(name, "".join(f"{line.decode()}\n" for line in kept))
 
 
 def _is_kept(line: bytes, resumed_at: int, name: str) -> bool:
     try:
         row = json.loads(line)
-        step = int(row[metric_names.STEP])
-    except (ValueError, TypeError, KeyError):
+    except ValueError:
         return False  # the last line of a run that was killed while it wrote
-    return name == EVENTS or step < resumed_at or (step == resumed_at and is_validation(row))
+    return name == EVENTS or not made_again(row, resumed_at)
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -206,9 +196,10 @@ def _append(path: Path, line: bytes) -> None:
             raise
 
 
-def is_validation(values: Mapping[str, Any]) -> bool:
-    """Whether a reading is of validation alone."""
-    return metric_names.VAL_LOSS in values and metric_names.LOSS not in values
+def made_again(row: Mapping[str, Any], resumed_at: int) -> bool:
+    """Whether a run that resumes at a step makes this reading again: not the validation before that step."""
+    validates = metric_names.LOSS not in row
+    return row[metric_names.STEP] >= resumed_at + validates
 
 
 def is_ours(folder: Path) -> bool:

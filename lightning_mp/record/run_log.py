@@ -24,14 +24,13 @@ import torch
 
 from lightning_mp.compat.lightning import LightningModule, Trainer, logged_step, rank_zero_info
 from lightning_mp.errors import PlanError
-from lightning_mp.health.alerts import Operand
 from lightning_mp.numerics.dtypes import describe
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.record import metric_names
 from lightning_mp.record.callback_utils import RunCallback, log
 from lightning_mp.record.events import Event
 from lightning_mp.record.findings import Finding
-from lightning_mp.record.run_folder import FINDINGS, RUN, InUseError, RunFolder, is_ours, is_validation
+from lightning_mp.record.run_folder import FINDINGS, RUN, InUseError, RunFolder, is_ours, made_again
 
 #: for alerts: as a Python warning each would begin with a file and a line of this package
 _LOGGER = logging.getLogger("lightning_mp")
@@ -41,8 +40,6 @@ FALLBACK = "lightning_mp_run"
 #: the folders of Trainers to which no run_dir was given, or of the runs that they resume from
 _paths: MutableMapping[Trainer, str] = WeakKeyDictionary()
 _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
-#: a layer has nine numbers, and a model hundreds of layers
-_ALL_FP8, _THEN_EVERY = 200, 20
 #: the readings and the events that are kept in memory
 IN_MEMORY = 1000
 #: how many events of a kind there were, as a metric
@@ -238,10 +235,6 @@ class RunLog:
         #: the last of what was written: files hold all of it, memory does not grow with the run
         self.rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
         self.events: deque[Event] = deque(maxlen=IN_MEMORY)
-        self.fp8_rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
-        self._fp8_readings = 0
-        #: the step whose validation was written last
-        self._validated: int | None = None
 
     def open(self, trainer: Trainer, run_dir: RunDir, findings: Iterable[Finding] | None) -> None:
         """Begin, or continue, with what the doctor found; every rank has to call it.
@@ -249,46 +242,21 @@ class RunLog:
         Raises:
             PlanError: another run or callback writes there already; on every rank.
         """
-        fresh = is_fresh(trainer)
         self._folder = open_folder(trainer, run_dir, self._writer)
         if self._folder is not None and findings is not None:
             self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in findings]})
-        if fresh:
+        if is_fresh(trainer):
+            self.rows.clear()
             self.events.clear()
             self._counts.clear()
-        now = trainer.global_step
-        for rows in (self.rows, self.fp8_rows):  # a run that resumes makes later steps again
-            while rows and (fresh or not (rows[-1][metric_names.STEP] < now or _validates(rows[-1], now))):
-                rows.pop()
-        found = bool(self.rows) and _validates(self.rows[-1], now)
-        found = found or (self._folder is not None and self._folder.resumed_validated)
-        self._validated = now if found and not fresh else None
+        while self.rows and made_again(self.rows[-1], trainer.global_step):
+            self.rows.pop()
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write a reading.
-
-        A second validation of a step, in the middle of an accumulation window, is of the same weights: left out.
-        """
-        if is_validation(values):
-            if step == self._validated:
-                return
-            self._validated = step
+        """Write a reading."""
         self.rows.append({metric_names.STEP: step, **values})
         if self._folder is not None:
             self._folder.metrics(step, values)
-
-    def fp8(self, step: int, operands: Mapping[tuple[str, str], Operand]) -> None:
-        """Write what became of FP8's operands in a reading: of each at first, later of one in twenty."""
-        self._fp8_readings += 1
-        if self._fp8_readings > _ALL_FP8 and self._fp8_readings % _THEN_EVERY:
-            return
-        layers: dict[str, dict[str, dict[str, float]]] = {}
-        for (layer, role), one in operands.items():
-            numbers = {"flushed": one.flushed, "amax": one.amax, "scale": one.scale}
-            layers.setdefault(layer, {})[role] = numbers
-        self.fp8_rows.append({metric_names.STEP: step, "layers": layers})
-        if self._folder is not None:
-            self._folder.fp8(step, layers)
 
     def event(self, trainer: Trainer, event: Event) -> None:
         """Write an event, and print it."""
@@ -318,7 +286,3 @@ class RunLog:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folder": None}
-
-
-def _validates(row: Mapping[str, Any], step: int) -> bool:
-    return row[metric_names.STEP] == step and is_validation(row)

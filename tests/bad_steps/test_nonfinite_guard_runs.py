@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from lightning_mp import NonFiniteError, PlanError
@@ -93,27 +92,6 @@ def test_a_batch_that_is_none_is_no_step(guard: Any, empty: tuple[int, ...], mod
     assert [(event.step, event.evidence["skips_in_a_row"]) for event in watched.events] == [
         (BAD - sum(batch_idx < BAD for batch_idx in empty), 1)
     ]
-
-
-# ---------------------------------------------------------------------- a lower learning rate
-
-
-def test_reduce_lr_lowers_the_rate_on_top_of_the_scheduler_and_does_not_move_it(guard: Any) -> None:
-    used: list[float] = []
-
-    class Sees(SGD):
-        def step(self, closure: Any = None) -> Any:
-            used.append(self.param_groups[0]["lr"])
-            return super().step(closure)
-
-    module = Breaks("loss", optimizer=partial(Sees, lr=1e-3))
-    module.make_scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    watched = guard("reduce_lr")
-    fit(module, callbacks=[watched])
-    rates = [1e-3 * 0.5**k for k in (0, 1, 2, 3, 3, 4, 5, 6)]  # batch 3 does not move the schedule
-    rates[BAD + 1 :] = [rate * 0.1 for rate in rates[BAD + 1 :]]
-    assert used == pytest.approx(rates)
-    assert watched.events[0].action == "reduce_lr"
 
 
 # ---------------------------------------------------------------------- the callback itself

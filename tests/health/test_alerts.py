@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lightning_mp import PlanError
-from lightning_mp.health.alerts import RULE_KINDS, Alerts, AlertSettings, Operand, Reading
+from lightning_mp.health.alerts import RULE_KINDS, Alerts, AlertSettings, Reading
 from lightning_mp.record.events import Event, Kind
 
 
@@ -201,21 +201,9 @@ def test_weights_that_stopped_are_found_a_window_later(columns: dict[str, Any], 
     assert 600 <= event.step < 600 + WINDOW + 3
 
 
-@pytest.mark.parametrize(
-    ("columns", "severity"),
-    [
-        ({}, "warning"),
-        ({"lr": 0.0}, "warning"),
-        ({"update_ratio": 1e-9, "lr": 1e-9}, "warning"),
-        ({"update_ratio": 1e-3}, "info"),
-        ({"update_ratio": None}, "info"),
-    ],
-)
-def test_a_loss_where_it_began_is_an_alert_only_if_nothing_moves(columns: dict[str, Any], severity: str) -> None:
-    """Where weights move it may be noise over what is nearly known: the event says what was seen, no more."""
-    (event,) = said("loss_plateau", read(dead(WINDOW + 50, level=4.0, **columns)))
-    assert (event.step, event.severity, event.evidence["window"]) == (WINDOW - 1, severity, WINDOW)
-    assert ("weights move" in event.cause) == (severity == "info")
+def test_weights_that_move_are_no_plateau() -> None:
+    """A loss where it began may be noise over what is nearly known."""
+    assert steps("loss_plateau", read(dead(WINDOW + 50, level=4.0, update_ratio=1e-3))) == []
 
 
 def test_a_falling_gradient_norm_is_no_plateau() -> None:
@@ -245,31 +233,23 @@ def test_warm_up_is_waited_for() -> None:
 
 
 def timed(seconds: list[float], batch: int = 8) -> list[Reading]:
-    return [Reading(step=step, samples_per_s=batch / each, seconds=each) for step, each in enumerate(seconds)]
+    return [Reading(step=step, samples_per_s=batch / each) for step, each in enumerate(seconds)]
 
 
-def test_the_third_slow_step_is_the_word() -> None:
+def test_half_a_window_of_slow_steps_is_the_word() -> None:
     (event,) = said("throughput_drop", timed(noise(200, level=0.01) + [0.1] * 50))
-    assert event.step == 202
+    assert event.step == 200 + AlertSettings().throughput_window // 2
     assert event.evidence["samples_per_s"] == pytest.approx(80)
     assert event.evidence["ratio"] == pytest.approx(0.1, rel=0.2)
 
 
 @pytest.mark.parametrize(
     "slow",
-    [[1.0], [1.0, 1.0], [1.0, 0.01, 1.0, 0.01, 1.0], [0.02] * 50],
-    ids=["a hiccup", "two", "several", "half as fast"],
+    [[1.0], [1.0] * 9, [1.0, 0.01] * 30, [0.02] * 50],
+    ids=["a hiccup", "several", "every other step", "half as fast"],
 )
 def test_a_hiccup_is_no_drop(slow: list[float]) -> None:
     assert steps("throughput_drop", timed(noise(200, level=0.01) + slow + noise(50, level=0.01))) == []
-
-
-def test_a_busy_machine_asks_for_more_in_a_row() -> None:
-    """Three slow steps among a hundred fast ones before: six in a row are needed."""
-    busy = noise(200, level=0.01)
-    for hiccup in (120, 150, 180):
-        busy[hiccup] = 0.1
-    assert steps("throughput_drop", timed(busy + [0.1] * 50)) == [205]
 
 
 def test_tokens_count_before_samples() -> None:
@@ -397,12 +377,6 @@ def troubled(seed: int = 0) -> list[Reading]:
                 loss=9.0 if 600 <= step < 610 else loss,
                 grad_norm=norm * (1000 if step == 280 else 1),
                 update_ratio=0.0,
-                lost_updates=0.9,
-                fp8={
-                    ("layer", "input"): Operand(
-                        0.5 if late else 0.0, 2.0**10 if stuck else 1.0, 0.4 if stuck else 448.0
-                    )
-                },
                 loss_scale=1.0 if stuck else 2.0**16,
                 skipped=stuck,
                 skips_in_a_row=max(0, step - 649),
@@ -434,8 +408,7 @@ def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
         assert event.advice
         assert event.evidence
         assert event.value is not None
-        of_fp8 = "role" in event.evidence
-        assert (event.rank, event.module, event.action) == (None, "layer" if of_fp8 else None, "log")
+        assert (event.rank, event.module, event.action) == (None, None, "log")
 
 
 RUNS, STEPS, FEATURES, HELD_OUT = 50, 300, 32, 4096
@@ -484,5 +457,4 @@ def test_flat_noisy_losses_give_no_alert(rows: int, lr: float) -> None:
     for run in readings:
         alerts = Alerts()
         said += [event for reading in run for event in alerts.judge(reading)]
-    assert [event for event in said if event.is_alert] == []
-    assert any(event.kind == "loss_plateau" for event in said)  # flat they are
+    assert said == []

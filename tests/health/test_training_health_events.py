@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mp import LossScaling, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard, TrainingHealth
-from lightning_mp.health import actions
 from lightning_mp.record import metric_names
 from support.manual import Pair, in_turn
 from support.models import Regression, batches, same_weights, weights
@@ -182,30 +181,6 @@ def test_every_spike_of_a_streak_is_skipped(tmp_path: Path) -> None:
     assert skipped[SPIKE_AT - 1 : SPIKE_AT + 5] == [0, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("manual", [False, True])
-def test_every_step_of_a_streak_is_skipped_and_one_event_tells_it(manual: bool, tmp_path: Path) -> None:
-    class Streak(Regression):
-        def __init__(self) -> None:
-            super().__init__(PLAIN)
-            self.automatic_optimization = not manual
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch) * (math.nan if batch_idx in (3, 4, 5) else 1.0)
-            if manual:
-                optimizer: Any = self.optimizers()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-            return loss
-
-    module = Streak()
-    mine = TrainingHealth(tmp_path, report=False, actions={"nonfinite_loss": "skip"})
-    fit(module, callbacks=[mine])
-    assert [(event.step, event.action) for event in alerts(mine)] == [(3, "skip")]
-    assert [row[metric_names.SKIPPED_STEPS] for row in mine.rows] == [0, 0, 0, 1, 2, 3, 3, 3]
-    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
     [(lambda: Pair(in_turn), "2 optimizers"), (lambda: Regression(partial(LBFGS, lr=0.1)), "LBFGS")],
@@ -225,18 +200,6 @@ def test_a_run_whose_folder_is_refused_leaves_the_modules_hooks_alone(tmp_path: 
 
 
 # ---------------------------------------------------------------------- actions
-
-
-@pytest.mark.parametrize("host", ["stock 32-true", "stock 16-mixed", "plan 16-mixed"])
-def test_a_lowered_rate_is_logged_as_used_and_given_back(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = Faulty("spike", SPIKE_AT)
-    monkeypatch.setattr(actions, "STEPS", 3)
-    mine = watched(tmp_path, module, {"actions": {"grad_norm_spike": "reduce_lr"}}, **ROOM[host]())
-    assert alerts(mine)[0].action == "reduce_lr"
-    used = [row[metric_names.LR] for row in mine.rows[SPIKE_AT : SPIKE_AT + 5]]
-    assert used == pytest.approx([1e-3, 1e-4, 1e-4, 1e-4, 1e-3])
 
 
 def test_stop_stops(tmp_path: Path) -> None:

@@ -242,34 +242,6 @@ def test_a_folder_that_is_refused_leaves_no_hook_in_the_module(in_folder: Path) 
     assert not {name for name in vars(module).keys() - before if "step" in name}
 
 
-class _Validated(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.training_step(batch, batch_idx))
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # a process group of an earlier test
-@pytest.mark.parametrize("anew", [False, True], ids=["goes on", "resumes anew"])
-def test_a_second_validation_in_an_accumulation_window_is_left_out(anew: bool, tmp_path: Path) -> None:
-    def trained(max_steps: int) -> tuple[TrainingHealth, Trainer]:
-        health = TrainingHealth(tmp_path, report=False)
-        saves = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="{step}")
-        often: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 1, "max_steps": max_steps}
-        return health, Trainer(callbacks=[health, saves], **often, **QUIET)
-
-    health, trainer = trained(3)
-    trainer.fit(_Validated(), batches(), batches(8))
-    before = health.rows
-    trainer.fit_loop.epoch_loop.max_steps = 4
-    if anew:
-        health, trainer = trained(4)
-    trainer.fit(_Validated(), batches(), batches(8), ckpt_path=str(tmp_path / "step=3.ckpt"))
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for rows in (written, [*before, *health.rows] if anew else health.rows):
-        assert [row["step"] for row in rows if "val/loss" in row] == [0, 1, 2, 3, 4]
-        assert [row["step"] for row in rows if "train/loss" in row] == [0, 1, 2, 3]
-
-
 # ---------------------------------------------------------------------- what can go wrong
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice, pairwise
+from itertools import pairwise
 from textwrap import shorten
 from typing import Any, Literal
 
@@ -18,8 +18,6 @@ from lightning_mp.record import metric_names as names
 from lightning_mp.record.events import SEVERITIES
 from lightning_mp.record.report.load import Run, Series
 
-#: lines of one run that a chart can hold and still be read
-MAX_LINES = 10
 #: points a series may have, about two for every pixel of a wide chart; alerts marked on a chart
 MAX_POINTS, MAX_MARKS = 3000, 300
 Scale = Literal["linear", "log", "log2", "share"]
@@ -120,9 +118,8 @@ def moment(value: str) -> str:
 class Panel:
     """A chart over steps; ``lines`` has the label of each reading, ``unit`` is the vertical axis's title.
 
-    Of the ``traits``, ``stepped`` holds a value until the next reading; ``grouped`` adds every reading whose name goes
-    on after the first line's (``health/fp8_amax/layer input``); ``from-zero`` keeps the axis honest about differences;
-    ``overflows`` marks ordinary overflows too.
+    Of the ``traits``, ``stepped`` holds a value until the next reading; ``from-zero`` keeps the axis honest about
+    differences; ``overflows`` marks ordinary overflows too.
     """
 
     title: str
@@ -137,16 +134,6 @@ KNOWN: tuple[Panel, ...] = (
     Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log"),
     Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
-    Panel("Lost updates", "share rounded away", {names.LOST_UPDATES: "half-precision weights"}, "share", "from-zero"),
-    Panel(
-        "FP8: values flushed to zero",
-        "share of values",
-        {names.FP8_FLUSHED: "largest of all layers"},
-        "share",
-        "grouped from-zero",
-    ),
-    Panel("FP8: largest magnitudes", "amax", {names.FP8_AMAX: "all layers"}, "log", "grouped"),
-    Panel("FP8: scales", "factor on the operand", {names.FP8_SCALE: "all layers"}, "log2", "stepped grouped"),
     Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped overflows"),
     Panel(
         "Skipped steps",
@@ -172,12 +159,9 @@ def lay_out(runs: Sequence[Run]) -> list[Panel]:
     found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if _drawn(name, series)))
     panels: list[Panel] = []
     for panel in KNOWN:
-        first = next(iter(panel.lines))
-        members = {name: name.removeprefix(f"{first}/") for name in found if name.startswith(f"{first}/")}
         own = {name: label for name, label in panel.lines.items() if name in found}
         if len(runs) == 1:
-            lines = islice({**own, **(members if "grouped" in panel.traits else {})}.items(), MAX_LINES)
-            panels.append(replace(panel, lines=dict(lines)))
+            panels.append(replace(panel, lines=own))
             continue
         for name, label in own.items():
             title = f"{panel.title}, {label}" if len(own) > 1 else panel.title

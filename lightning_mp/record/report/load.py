@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.record.events import Event
-from lightning_mp.record.metric_names import FP8_AMAX, FP8_FLUSHED, FP8_SCALE, STEP
-from lightning_mp.record.run_folder import AUDIT, EVENTS, FINDINGS, FP8, METRICS, RUN
+from lightning_mp.record.metric_names import STEP
+from lightning_mp.record.run_folder import AUDIT, EVENTS, FINDINGS, METRICS, RUN
 
 #: What a run writes, and a report reads.
-FILES = (METRICS, EVENTS, FP8, RUN, AUDIT, FINDINGS)
-_OPERANDS_DRAWN = 8
+FILES = (METRICS, EVENTS, RUN, AUDIT, FINDINGS)
 
 
 @dataclass(slots=True)
@@ -79,7 +78,6 @@ def load(path: Path, name: str) -> Run:
     if not run.series:
         run.faults.append(f"{METRICS} holds no reading yet" if (path / METRICS).exists() else f"{METRICS} is missing")
     run.events = [Event.from_dict(row) for row in _lines(run, EVENTS)]
-    _add_operands(run)
     run.about = _document(run, RUN) or {}
     run.audit = (_document(run, AUDIT) or {}).get("rows")
     run.findings = (_document(run, FINDINGS) or {}).get("findings")
@@ -107,22 +105,3 @@ def _document(run: Run, name: str) -> Any:
     except ValueError:
         run.faults.append(f"{name} is damaged and left out")
         return None
-
-
-def _add_operands(run: Run) -> None:
-    """Add the FP8 operands that lost most, or whose scale moved most, to the series that are drawn."""
-    found: dict[tuple[str, str], dict[str, Series]] = {}
-    for row in _lines(run, FP8):
-        for layer, operands in row["layers"].items():
-            for operand, numbers in operands.items():
-                for name, value in numbers.items():
-                    found.setdefault((layer, operand), {}).setdefault(name, Series()).add(row[STEP], value)
-
-    def worth(series: dict[str, Series]) -> tuple[float, float]:
-        scales = [scale for scale in series["scale"].finite if scale > 0]
-        return max(series["flushed"].finite, default=0.0), max(scales) / min(scales) if scales else 0.0
-
-    ordered = sorted(found.items(), key=lambda item: worth(item[1]), reverse=True)
-    for (layer, operand), series in ordered[:_OPERANDS_DRAWN]:
-        for name, family in (("flushed", FP8_FLUSHED), ("amax", FP8_AMAX), ("scale", FP8_SCALE)):
-            run.series[f"{family}/{layer} {operand}"] = series[name]

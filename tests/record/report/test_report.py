@@ -304,30 +304,11 @@ def test_figures_events_findings_audit_machine_and_plan_are_in_it(tmp_path: Path
         assert part in text, part
 
 
-def test_the_fp8_operands_that_lost_most_are_drawn(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    operand = {"flushed": 0.125, "amax": 3.5, "scale": 128.0}
-    lines = [{"step": step, "layers": {"net.0": {"input": operand}, "net.1": {"gradient": operand}}} for step in (1, 2)]
-    (folder / "fp8.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    charts = _charts(load(folder, "run"))
-    for title in ("FP8: values flushed to zero", "FP8: largest magnitudes", "FP8: scales"):
-        assert list(_curves(charts[title])) == ["net.0 input", "net.1 gradient"]
-
-
-def test_of_fp8_operands_that_lost_nothing_those_are_drawn_whose_scale_moved_most(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    layers = {f"net.{index:02}": {"input": {"flushed": 0.0, "amax": 1.0, "scale": 128.0}} for index in range(20)}
-    moved = {**layers, "net.19": {"input": {"flushed": 0.0, "amax": 64.0, "scale": 2.0}}}
-    lines = [{"step": 1, "layers": layers}, {"step": 2, "layers": moved}]
-    (folder / "fp8.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert next(iter(_curves(_charts(load(folder, "run"))["FP8: scales"]))) == "net.19 input"
-
-
 def test_markup_from_files_is_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "plain", module=HOSTILE, error=HOSTILE, status="failed", strategy=HOSTILE)
     (folder / "run.json").write_text(json.dumps(about(machine={HOSTILE: HOSTILE}, plan={HOSTILE: HOSTILE}, at=HOSTILE)))
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 31, f"health/fp8_amax/{HOSTILE}": 2.0}) + "\n")
+        file.write(json.dumps({"step": 31, f"health/{HOSTILE}": 2.0}) + "\n")
     elements = _Elements(_page(folder))
     assert not any(name in ("img", "b") or "onerror" in attributes for name, attributes in elements.found)
     assert elements.text.count("onerror") >= 5
