@@ -180,7 +180,8 @@ def fp8(*, quick: bool) -> Figures:
 
 #: in order of importance, and the seconds each may take
 PARTS: dict[str, tuple[Callable[..., Figures], int]] = {
-    "tests": (tests, 240), "ladder": (ladder, 90), "overhead": (overhead, 150), "mfu": (compiled, 150), "fp8": (fp8, 150),
+    "tests": (tests, 240), "ladder": (ladder, 90), "overhead": (overhead, 150), "mfu": (compiled, 150),
+    "fp8": (fp8, 150),
 }  # fmt: skip
 
 
