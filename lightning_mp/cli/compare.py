@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -79,7 +79,9 @@ def _compared(
         steps = asked["steps"] or (longest if longest > 0 else _STEPS)
         with parts.running(folder, faults):
             found = compare(
-                lambda: cast("Any", _made(lambda faults: parts.model(config, faults))),
+                lambda: _made(
+                    lambda faults: parts.instantiated(config["model"], "model", faults, parts.LightningModule)
+                ),
                 lambda: _made(lambda faults: parts.data(config, faults)),
                 plans,
                 **{**asked, "steps": steps, "out": folder},

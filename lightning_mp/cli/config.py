@@ -1,4 +1,4 @@
-"""From ``[CONFIG] key=value …`` to one config: Hydra composes the user's file with this package's groups."""
+"""From ``[CONFIG] key=value …`` to one config, which Hydra composes of the user's file and this package's groups."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning_mp.errors import Faults, MissingExtraError, did_you_mean, one_line
+from lightning_mp.errors import Faults, MissingExtraError, PlanError, did_you_mean, one_line
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.load import HYDRA_KEYS, Places
 from lightning_mp.policy.precision_policy import precision_fix
-from lightning_mp.policy.presets import PRESETS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -31,9 +30,9 @@ GROUPS, ROOT = Path(str(files("lightning_mp.configs"))), "lightning_mp"
 _PRIMARY = "lightning_mp_command"
 #: what a file or the command line has to say, and how
 _SAID = {"plan": "plan=bf16", "model": "model=llama_tiny", "data": "data=library_text"}
-SECTIONS = (*_SAID, "strategy", "trainer", "callbacks")
-#: how keys begin that are in every config, or may be
-_KEYS = (*(f"{section}." for section in SECTIONS), "seed", "ckpt_path", "run_dir")
+_SECTIONS = (*_SAID, "strategy", "trainer", "callbacks")
+#: keys whose classes, or this package, say what they take; of a model and of data those of the call alone
+_TAKEN = re.compile(r"(plan|strategy|trainer|callbacks)\.|(model|data)\.[^.]+$|(seed|ckpt_path|run_dir)$")
 #: the field that a section of one word gives
 _FIELD = {"plan": "precision", "strategy": "name"}
 #: Trainer arguments, and where they are set instead
@@ -73,21 +72,22 @@ def composed(
     # searched first: else this package's groups would hide the user's of the same name
     folders = [*([] if path is None else [path.parent]), *config_dirs, GROUPS]
     with _importable(path):
-        with _hydra(folders[0], stem):
-            with _hydra_errors(faults, path):
-                written = None if path is None else _mapping(path, places, faults)
-                whole = _composed(stem, written, _parsed(overrides), folders)
-                whole["run_dir"] = str(_folder(whole, home))
-            places.update((each.key_or_group, "on the command line") for each in _parsed(overrides))
+        with _hydra(folders[0], stem, faults, path):
+            written = None if path is None else _mapping(path, places, faults)
+            parsed = _parsed(overrides)
+            places.update((each.key_or_group, "on the command line") for each in parsed)
+            whole = _composed(stem, written, parsed, folders)
+            whole["run_dir"] = str(_folder(whole, home))
             whole.update(replaced)
-            config = _checked(whole, needed, faults)
+            config = _values(whole, needed, faults)
+        _check(config, faults)
         yield config, places  # Lightning starts other processes in another way where Hydra is on
 
 
 def sweep(arguments: Sequence[str], faults: Faults) -> tuple[list[str], list[list[str]]]:
     """What all runs of a sweep are given, and what each one is."""
     path, overrides = _split(arguments)
-    with _hydra(GROUPS, "sweep"), _hydra_errors(faults, path):
+    with _hydra(GROUPS, "sweep", faults, path):
         swept = [each for each in _parsed(overrides) if each.is_sweep_override()]
         choices = [
             [f"{str(each.input_line).partition('=')[0]}={value}" for value in each.sweep_string_iterator()]
@@ -123,35 +123,28 @@ def _importable(config: Path | None) -> Generator[None]:
 
 
 @contextmanager
-def _hydra(folder: Path, name: str) -> Generator[None]:
-    """Hydra's compose API on ``folder``; what it keeps for the process is as before afterwards."""
+def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Generator[None]:
+    """Hydra's compose API on ``folder``; what it keeps for the process is as before afterwards.
+
+    What Hydra, OmegaConf or PyYAML raise is one fault, in their words.
+    """
     try:
         from hydra import initialize_config_dir
         from hydra.core.config_store import ConfigStore
         from hydra.core.hydra_config import HydraConfig
+        from hydra.errors import HydraException, MissingConfigException
     except ImportError as error:
         raise MissingExtraError("hydra-core", "hydra", "composing a config") from error
-
-    store, before = ConfigStore.instance(), HydraConfig.instance().cfg
-    store.store(_PRIMARY, {"defaults": [ROOT]})  # ROOT is on the search path, which the primary config may name
-    try:
-        with initialize_config_dir(str(folder.resolve()), name, version_base="1.3"):
-            yield
-    finally:
-        HydraConfig.instance().cfg = before
-        store.repo.pop(f"{_PRIMARY}.yaml", None)
-
-
-@contextmanager
-def _hydra_errors(faults: Faults, path: Path | None) -> Generator[None]:
-    """Turn what Hydra, OmegaConf or PyYAML raise into one fault, in their words."""
-    from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
+    store, cfg = ConfigStore.instance(), HydraConfig.instance().cfg
     try:
-        yield
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+        with initialize_config_dir(str(folder.resolve()), name, version_base="1.3"):
+            yield
+    except PlanError:
+        raise
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, HydraException) else error
         said = one_line(cause).partition(" Config search path:")[0]
         fix = "+key=value adds a key, and a value with commas, braces or spaces wants quotes"
@@ -162,6 +155,10 @@ def _hydra_errors(faults: Faults, path: Path | None) -> Generator[None]:
         where = "" if path is None or path.name in said else f"{path.name}: "
         faults.add(f"the config does not compose: {where}{said}", fix=fix)
         faults.raise_if_any()
+    finally:
+        HydraConfig.instance().cfg = cfg
+        for key in (f"{_PRIMARY}.yaml", *_FIELD):
+            store.repo.pop(key, None)
 
 
 # ---------------------------------------------------------------------- composed
@@ -179,8 +176,7 @@ def _mapping(path: Path, places: Places, faults: Faults) -> dict[str, Any]:
             places.add(path)
             return cast("dict[str, Any]", body)
         faults.add(f"config {str(path)!r}, which is no mapping", fix="write 'plan:' in it")
-    faults.raise_if_any()
-    return {}
+    return faults.unwrap(None)
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
@@ -195,90 +191,46 @@ def _composed(
 ) -> DictConfig:
     """The whole config, with Hydra's own section.
 
-    A file with a defaults list is Hydra's, as it is, and the package adds the sections that it lacks. Another file is
-    laid over the package's config, and so is what the command line says and is no choice from a group.
+    A file with a defaults list is Hydra's, as it is. The sections of another one are in place of those of the package's
+    config, and what the command line says of a whole section is in place of both.
     """
     from hydra import compose
+    from hydra.core.config_store import ConfigStore
     from hydra.core.override_parser.types import OverrideType
     from omegaconf import OmegaConf
     from omegaconf.errors import ConfigKeyError
 
-    own = OmegaConf.select(OmegaConf.create(written or {}), "hydra.searchpath") or []
+    body, store = dict(written or {}), ConfigStore.instance()
+    own = OmegaConf.select(OmegaConf.create(body), "hydra.searchpath") or []
     searchpath = [*own, *(f"file://{folder.resolve()}" for folder in folders[1:])]
-    hydras = [*_HYDRAS_PART, f"hydra.searchpath={json.dumps(searchpath)}"]
-    if written is not None and "defaults" in written:
-        values = [each for each in parsed if each.type is OverrideType.CHANGE and each.key_or_group.startswith(_KEYS)]
-        lines = [str(each.input_line) for each in parsed if each not in values]
-        whole = compose(stem, [*hydras, *lines], return_hydra_config=True)
-        base: Any = OmegaConf.to_container(compose(_PRIMARY, hydras))
-        body = {name: value for name, value in base.items() if name not in {*whole, *_SAID}}
-    else:
-        choices = {each.key_or_group: str(each.input_line) for each in parsed if _is_choice(each, folders)}
-        values = [each for each in parsed if each.key_or_group not in choices]
-        body = {name: value for name, value in (written or {}).items() if name not in choices}
-        if isinstance(body.get("plan"), str) and body["plan"] in PRESETS:
-            choices["plan"] = f"plan={body.pop('plan')}"
-        if written is not None:
-            body = {**dict.fromkeys(_SAID.keys() - choices), **body}
-            if "experiment" in choices:
-                raise ConfigKeyError(
-                    f"{choices['experiment']}: next to a file, it goes into the file's own defaults list"
-                )
-        whole = compose(_PRIMARY, [*hydras, *choices.values()], return_hydra_config=True)
+    lines = [*_HYDRAS_PART, f"hydra.searchpath={json.dumps(searchpath)}"]
+    plain, sections = "defaults" not in body, dict[str, Any]()
+    if plain and written is not None:
+        sections = {key: body.pop(key, None) for key in _SECTIONS if key in body or key in _SAID}
+    for override in parsed:
+        key, line = override.key_or_group, str(override.input_line)
+        if override.type is not OverrideType.CHANGE or override.is_sweep_override():
+            lines.append(line)
+        elif key in _SECTIONS and (plain or isinstance(override.value(), str)):
+            sections[key] = override.value()
+        elif key == "experiment" and plain and written is not None:
+            raise ConfigKeyError(f"{line}: next to a file, it goes into the file's own defaults list")
+        else:
+            lines.append(f"++{line}" if _TAKEN.match(key) else line)
+    for key, value in sections.items():
+        word = isinstance(value, str)
+        files = (folder / key / f"{value}.yaml" for folder in folders)
+        known = key == "strategy" or (key == "plan" and precision_word(value) is not None)
+        if known and isinstance(value, (str, int)) and not any(file.is_file() for file in files):
+            store.store(str(value), {_FIELD[key]: value}, group=key)
+            word = True
+        lines.append(f"{key}='{value}'" if word else f"~{key}")
+        body |= {} if word else {key: value}
+    if plain:
+        store.store(_PRIMARY, {"defaults": [f"/{ROOT}", "_self_"], **body})
+    whole = compose(_PRIMARY if plain else stem, lines, return_hydra_config=True)
     OmegaConf.set_struct(whole, False)
-    whole.update(body)
-    for override in values:
-        _set(whole, override)
     return whole
-
-
-def _is_choice(override: Override, folders: Sequence[Path]) -> bool:
-    """Whether it chooses from a group: no plan by its precision, no strategy by its name in a Trainer."""
-    from lightning_mp.strategies.registry import LIGHTNINGS, PREFIX
-
-    key, value = override.key_or_group, override.value()
-    if override.is_hydra_override() or override.is_sweep_override():
-        return True
-    if not isinstance(value, str) or not any((folder / key).is_dir() for folder in folders):
-        return False
-    if key == "plan":
-        return value in PRESETS or precision_word(value) is None
-    return key != "strategy" or not (value.lower() in LIGHTNINGS or value.startswith(PREFIX))
-
-
-def _set(whole: DictConfig, override: Override) -> None:
-    """Set a key that is there or may be an argument; whether the class takes it is asked later.
-
-    What is deeper in a model or in data, and in no call, may be a dict of the user's own, whose keys are known.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import ConfigKeyError
-
-    _spell_out(whole)
-    key, value = override.key_or_group, override.value()
-    parent, _, name = key.rpartition(".")
-    within: Any = (OmegaConf.select(whole, parent) or {}) if parent else whole
-    new = key.startswith(_KEYS) and ("_target_" in within or not key.startswith(("model.", "data.")))
-    if override.is_delete():
-        within.pop(name)
-    elif name in within or new or override.is_add() or override.is_force_add():
-        OmegaConf.update(whole, key, value, merge=isinstance(value, dict) and bool(parent))
-    else:
-        raise ConfigKeyError(f"{override.input_line}: the config has no {key}")
-
-
-def _spell_out(whole: DictConfig) -> None:
-    """A plan or strategy of one word is the field that it gives, and one of make_strategy's its keywords alone."""
-    from omegaconf import DictConfig, OmegaConf
-
-    for section, field in _FIELD.items():
-        given: Any = OmegaConf.select(whole, section)
-        if isinstance(given, (str, int)):
-            whole[section] = {field: given}
-    strategy: Any = OmegaConf.select(whole, "strategy")
-    if isinstance(strategy, DictConfig) and str(strategy.get("_target_")).endswith("make_strategy"):
-        for key in ("plan", *HYDRA_KEYS):
-            strategy.pop(key, None)
 
 
 def _folder(whole: DictConfig, folder: Path) -> Path:
@@ -303,48 +255,53 @@ def _tell_hydra(whole: DictConfig, folder: Path) -> None:
     HydraConfig.instance().set_config(whole)
 
 
-# ---------------------------------------------------------------------- checked before anything is built
+def _values(whole: DictConfig, needed: Collection[str], faults: Faults) -> dict[str, Any]:
+    """The sections as plain values, but those of which a value is missing or does not resolve (in OmegaConf's words).
 
-
-def _checked(whole: DictConfig, needed: Collection[str], faults: Faults) -> dict[str, Any]:
-    """The config as plain values; sections in which something was noted are left out.
-
-    Noted are sections of ``needed`` that are missing, values that are missing or do not resolve (in OmegaConf's words),
-    ``_target_`` that name nothing, and keys that what they name does not take. The plan is checked where it is built.
+    A strategy of make_strategy's is its keywords alone. Sections of ``needed`` that are missing are noted too.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     _tell_hydra(whole, Path(whole.run_dir))
-    _spell_out(whole)
+    strategy: Any = OmegaConf.select(whole, "strategy")
+    if OmegaConf.is_dict(strategy) and str(strategy.get("_target_")).endswith("make_strategy"):
+        for key in ("plan", *HYDRA_KEYS):
+            strategy.pop(key, None)
     for name in (name for name in needed if not whole.get(name)):
         faults.add(f"no {name}", fix=f"write a section {name!r}, or choose one of the group: {_SAID[name]}")
     config: dict[str, Any] = {}
-    for name in (str(name) for name in whole if name != "hydra"):
-        before = len(faults.found)
+    for name in map(str, whole):
+        if name == "hydra":
+            continue
         try:
             value = whole[name]
-            if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            plain = OmegaConf.is_config(value)
+            config[name] = OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if plain else value
         except OmegaConfBaseException as error:
             key = error.full_key or name
             faults.add(f"{key}: {str(error).splitlines()[0]}", fix=f"give it a value: {key}=...")
-            continue
-        _check_calls(value, name, faults)
-        if name == "trainer":
-            _check_trainer(value, bool(whole.get("plan")), faults)
-        if len(faults.found) == before:
-            config[name] = value
     return config
 
 
-def _check_trainer(given: Any, planned: bool, faults: Faults) -> None:
-    if isinstance(given, dict):
-        _check_calls({"_target_": "lightning_mp.compat.lightning.Trainer", **given}, "trainer", faults)
-        for key in (key for key in _ELSEWHERE if key in given and planned):
-            faults.add(f"trainer.{key} next to a plan", fix=f"set {_ELSEWHERE[key]} instead")
-    else:
-        faults.add(f"trainer={given!r} is no mapping", fix="write its arguments below it, as in max_steps: 100")
+# ---------------------------------------------------------------------- checked before anything is built
+
+
+def _check(config: dict[str, Any], faults: Faults) -> None:
+    """Note what names nothing and what is not taken, and drop its sections; the plan is checked where it is built."""
+    planned = bool(config.get("plan"))
+    for name, value in list(config.items()):
+        before = len(faults.found)
+        if name == "trainer" and not isinstance(value, dict):
+            faults.add(f"trainer={value!r} is no mapping", fix="write its arguments below it, as in max_steps: 100")
+        elif name == "trainer":
+            _check_calls({"_target_": "lightning_mp.compat.lightning.Trainer", **value}, name, faults)
+            for key in (key for key in _ELSEWHERE if key in value and planned):
+                faults.add(f"trainer.{key} next to a plan", fix=f"set {_ELSEWHERE[key]} instead")
+        else:
+            _check_calls(value, name, faults)
+        if len(faults.found) > before:
+            del config[name]
 
 
 def _check_calls(value: Any, path: str, faults: Faults) -> None:

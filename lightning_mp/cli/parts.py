@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import cuda
-from torch.backends import mps
-
 from lightning_mp.cli.config import RUN_DIR, composed, signature_of
 from lightning_mp.comparison.compare import fit_arguments
 from lightning_mp.compat.lightning import (
@@ -23,14 +20,11 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted, is_whole, one_line
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
 from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
-
-#: more processes of a CPU's run than so many a core take its memory before they say anything
-_PROCESSES_A_CORE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,7 @@ def trainer_arguments(config: Mapping[str, Any], faults: Faults) -> dict[str, An
     return instantiated({key: value for key, value in given.items() if key not in HYDRA_KEYS}, "trainer", faults) or {}
 
 
-def model(config: Mapping[str, Any], faults: Faults) -> LightningModule | None:
+def model(config: Mapping[str, Any], faults: Faults) -> Any:
     """The LightningModule of the model section."""
     return instantiated(config["model"], "model", faults, LightningModule)
 
@@ -124,11 +118,6 @@ def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, d
 
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     """The Trainer itself."""
-    devices, cores = arguments.get("devices"), os.cpu_count() or 1
-    on_cpu = arguments.get("accelerator") == "cpu" or not (cuda.is_available() or mps.is_available())
-    if on_cpu and is_whole(devices) and devices > _PROCESSES_A_CORE * cores:
-        faults.add(f"trainer.devices={devices}, processes on {counted(cores, 'core')}", fix="write 1 or 2")
-        faults.raise_if_any()
     try:
         return Trainer(**arguments)
     except PlanError:

@@ -300,6 +300,7 @@ def _yaml(choice: Estimate, module: Any, tokens: float | None) -> str:
     rows = layout.micro_batch * (layout.accumulate if staged else 1)  # a pipeline cuts its batches itself
     found["data"] = {"vocab": shape.vocab, "context": shape.seq_len, "batch_size": rows}
     found["trainer"] = {"devices": min(layout.gpus, layout.gpus_per_node), "num_nodes": layout.nodes}
+    found["seed"] = 0
     if layout.accumulate > 1 and not staged:
         found["trainer"]["accumulate_grad_batches"] = layout.accumulate
     if tokens is not None:

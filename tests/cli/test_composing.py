@@ -31,7 +31,6 @@ GROUPS = "defaults:\n  - plan: fp32\n  - model: llama_tiny\n  - data: library_te
 EXPERIMENT = "# @package _global_\ndefaults:\n  - override /plan: fp16\nseed: 5\n"
 SCALED = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 8}")
 WORD = PLAIN.replace("plan:\n  precision: bf16-mixed", "plan: %s")
-NESTED = "data:\n  train:\n    _target_: support.training.loader\n    rows: 12"
 LIST = "plan.pins=[{pattern:'ln_*',dtype:fp32}]"
 TARGET = "lightning_mp.MixedPrecisionPlan"
 #: a file (or none), arguments, and what then stands at some keys; None is nothing
@@ -49,21 +48,22 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
         "plan=bf16",
         {"plan": {"_target_": TARGET, "precision": "bf16-mixed", "tf32": "high"}},
     ),
-    "a file with a defaults list is completed": (
+    "what is taken may be set where a defaults list lacks it": (
         GROUPS,
         "run_dir=x trainer.max_steps=3 plan.tf32=high",
-        {"trainer.devices": 1, "strategy.name": "auto", "seed": 0, "run_dir": "x"},
+        {"trainer": {"max_steps": 3}, "plan.tf32": "high", "run_dir": "x"},
     ),
     "a defaults list that begins with the package's": (
         "defaults: [/lightning_mp, _self_, {override /plan: fp16}]\nseed: 5\n",
         "callbacks=none",
         {"plan.precision": "16-mixed", "seed": 5, "callbacks": {}},
     ),
-    "an argument of a call within data": (
-        PLAIN.replace("data:\n  _target_: support.training.loader\n  rows: 12", NESTED),
-        "data.train.width=8",
-        {"data.train.width": 8},
+    "a plan by its precision over an experiment": (
+        None,
+        "experiment=gpt2_small plan=bf16-true",
+        {"plan.precision": "bf16-true", "plan.checkpointing": "*.h.*"},
     ),
+    "a word of the file is a choice": (PLAIN + "callbacks: none\n", "", {"callbacks": {}}),
     "a plan by its precision": (SCALED, "plan=bf16-true", {"plan": {"precision": "bf16-true"}}),
     "a section left out": (PLAIN, "callbacks=null", {"callbacks": None}),
     "a field of a word": (WORD % 16, "plan.tf32=high", {"plan": {"precision": 16, "tf32": "high"}}),

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
+from benchmarks.schema import FOLDER, MODELINE, train_schema, write
 from lightning_mp.cli.files import shipped
-from lightning_mp.cli.schema import FOLDER, MODELINE, train_schema, write
 from support.docs import ROOT, blocks
 
 NAMING = [FOLDER.parent / "lightning_mp.yaml", *shipped()["experiment"].values(), *shipped()["plan"].values()]
@@ -24,7 +24,7 @@ def faults(schema: Any, values: Any) -> list[str]:
 def test_the_files_are_what_the_dataclasses_say(tmp_path: Path) -> None:
     write(tmp_path)
     for path in tmp_path.iterdir():
-        assert path.read_text() == (FOLDER / path.name).read_text(), "run python -m lightning_mp.cli.schema"
+        assert path.read_text() == (FOLDER / path.name).read_text(), "run python -m benchmarks.schema"
         Draft7Validator.check_schema(json.loads(path.read_text()))
 
 

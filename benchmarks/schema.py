@@ -1,6 +1,6 @@
 """The JSON schema of a training file, with which an editor completes keys and marks wrong ones, from the dataclasses.
 
-``python -m lightning_mp.cli.schema`` writes it beside the shipped configs, whose first lines name it.
+``python -m benchmarks.schema`` writes it beside the shipped configs, whose first lines name it.
 """
 
 from __future__ import annotations
