@@ -83,21 +83,20 @@ def partitions(optimizer: Any) -> list[tuple[Sequence[Tensor], Tensor]]:
     return []
 
 
-def scale_of(engine: Any) -> tuple[float, int, int | None, float] | None:
-    """A stock ``DeepSpeedEngine``'s loss scale, clean steps in a row, hysteresis left and floor.
+def _rule_of(engine: Any) -> Any:
+    return getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
 
-    ``None`` where gradients are not scaled: bf16, fp32.
-    """
-    rule: Any = getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
-    scale = getattr(rule, "cur_scale", None)
-    if scale is None or not engine.fp16_enabled():
-        return None
-    clean = 0
-    if getattr(rule, "dynamic", False) or getattr(rule, "dynamic_loss_scale", False):
-        clean = (rule.cur_iter - rule.last_overflow_iter - 1) % rule.scale_window
-    floor = getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0
-    hysteresis = rule.cur_hysteresis if getattr(rule, "delayed_shift", 1) > 1 else None
-    return float(scale), clean, hysteresis, float(floor)
+
+def scale_of(engine: Any) -> float | None:
+    """A stock ``DeepSpeedEngine``'s loss scale; ``None`` where gradients are not scaled: bf16, fp32."""
+    scale = getattr(_rule_of(engine), "cur_scale", None)
+    return None if scale is None or not engine.fp16_enabled() else float(scale)
+
+
+def floor_of(engine: Any) -> float:
+    """The lowest loss scale of a stock ``DeepSpeedEngine``; 0 where it has none."""
+    rule = _rule_of(engine)
+    return float(getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0)
 
 
 class Zero:

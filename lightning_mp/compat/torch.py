@@ -87,12 +87,6 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 GROWTH_TRACKER = "_growth_tracker"
 
 
-def scale_of(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
-    """The scale and the count of clean steps on the device; ``None`` before the first step."""
-    state = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
-    return cast("tuple[Tensor, Tensor]", state) if all(isinstance(item, Tensor) for item in state) else None
-
-
 def set_scale(scaler: GradScaler, scale: Tensor, growth_tracker: Tensor) -> None:
     """Put both where ``GradScaler`` keeps them, for code that looks there."""
     cast("Any", scaler)._scale, cast("Any", scaler)._growth_tracker = scale, growth_tracker

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_mp.bad_steps.guard import NonFiniteGuard
 from lightning_mp.bad_steps.handler import BadStepCallback, NonFiniteClassifier, bad_step, has_bad_loss
 from lightning_mp.bad_steps.replay import Replayer
-from lightning_mp.compat.deepspeed import is_partitioned
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     LightningModule,
@@ -31,16 +30,13 @@ from lightning_mp.health.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.health.measurement import LAG, StepMeasurement, ToHost, Values
 from lightning_mp.health.scale_sources import Number, SkipCount, StockSource, scale_source
 from lightning_mp.health.throughput import FLOPS, Count, Throughput
-from lightning_mp.numerics.dtypes import describe
 from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.diagnosis import Diagnosis
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.skip_aware import SkipAwareHooks
-from lightning_mp.preflight.doctor import doctor
 from lightning_mp.record import metric_names
 from lightning_mp.record.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.record.events import Event, Kind
-from lightning_mp.record.findings import Finding
 from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, is_fresh
 
 _NAME = "TrainingHealth"
@@ -131,7 +127,6 @@ class TrainingHealth(WritesRun):
         self._alerts = Alerts(self._alert_settings)
         self._log = RunLog(_NAME)
         self._run: _Run | None = None
-        self._findings: list[Finding] | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -145,38 +140,19 @@ class TrainingHealth(WritesRun):
 
     # ------------------------------------------------------------------ the run
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run the doctor, while the model is as the user made it."""
-        check_copy(trainer, _NAME)
-        self._findings = None
-        # the doctor runs on one rank, and cannot read weights that an earlier run has sharded
-        split = any(hasattr(p, "to_local") or is_partitioned(p) for p in pl_module.parameters())
-        if stage != "fit" or not trainer.is_global_zero or split:
-            return
-        plugin, strategy = trainer.precision_plugin, trainer.strategy
-        stock_zero = isinstance(strategy, DeepSpeedStrategy) and not isinstance(plugin, PlanBase)
-        arguments = {
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "callbacks": callbacks_of(trainer),
-            "devices": trainer.num_devices,
-            "num_nodes": trainer.num_nodes,
-        }
-        device, given = describe(strategy.root_device), "deepspeed" if stock_zero else strategy  # Lightning's own JSON
-        with suppress(PlanError):  # a precision plugin that it does not know
-            self._findings = doctor(pl_module, plugin, given, arguments, optimizer=(), device=device)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the parameters to measure, and open the folder.
 
         Raises:
             PlanError: ``"skip"`` where a step cannot be left out, or a folder that another run or monitor writes to.
         """
+        check_copy(trainer, _NAME)
         self._close()
         if is_fresh(trainer):
             self._alerts = Alerts(self._alert_settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
         self._run = _Run(trainer, pl_module, self)  # what it has installed is removed where the folder is refused
-        self._log.open(trainer, self.run_dir, self._findings)
+        self._log.open(trainer, self.run_dir)
         self._run.throughput.start(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -407,9 +383,8 @@ class _Run:
         window = trainer.accumulate_grad_batches if module.automatic_optimization else 1
         self.to_host = ToHost(device, trainer.world_size, lag=max(1, LAG // window))
         source = self.source = scale_source(trainer)
-        scale = None if source is None else source.scale()
         #: the lowest loss scale
-        self.floor = 0.0 if scale is None else scale.floor
+        self.floor = 0.0 if source is None else source.floor
         #: how many steps were left out for an alert
         self.suppressed = 0
         self.count = SkipCount(source, self._skipped)

@@ -18,12 +18,12 @@ from lightning_mp.record.run_log import IN_MEMORY, is_fresh
 
 
 class LossScaleMonitor(RunCallback):
-    """Logs the loss scale, its counters, and skipped steps: in total, in a row, and as a fraction of all steps.
+    """Logs the loss scale, and skipped steps in total and in a row.
 
     It reads the scaler of a MixedPrecisionPlan, of stock Lightning (torch's ``GradScaler``), and of DeepSpeed. ``rows``
     holds the last 1,000 readings: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values
-    after that step, under the names of :mod:`lightning_mp.record.metric_names`; hysteresis only where the rule has
-    one. Without a loss scale it says so once and logs nothing.
+    after that step, under the names of :mod:`lightning_mp.record.metric_names`. Without a loss scale it says so once
+    and logs nothing.
 
     Args:
         every_n_steps: steps from one reading to the next. No step waits for the device: on CUDA, values are logged up
@@ -100,14 +100,13 @@ class LossScaleMonitor(RunCallback):
         self._skips.after_batch()
         if self._until_reading == 0:
             self._until_reading = self.every_n_steps
-            at = self._steps.step, logged_step(trainer), self._skips.attempts
+            at = self._steps.step, logged_step(trainer)
             self._to_host.send(self._skips.values(), then=lambda read: self._log(trainer, read, *at))
         self._until_reading -= 1
         self._to_host.deliver()
 
-    def _log(self, trainer: Trainer, read: Values, step: int, logged_at: int, attempts: int) -> None:
+    def _log(self, trainer: Trainer, read: Values, step: int, logged_at: int) -> None:
         values = {name: value for name, value in read.items() if value is not None}
-        values[metric_names.SKIP_RATE] /= attempts
         self._rows.append({metric_names.STEP: step, **values})
         log(trainer, values, logged_at)
         scale = values[metric_names.LOSS_SCALE]

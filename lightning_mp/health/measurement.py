@@ -73,7 +73,7 @@ class StepMeasurement:
         """A backward pass starts from ``loss``, which the precision plugin has scaled by now."""
         loss = loss.detach().float().sum()
         scale = None if source is None or isinstance(source, DeepSpeedSource) else source.scale()
-        self._losses.append(loss if scale is None else loss / scale.scale)
+        self._losses.append(loss if scale is None else loss / scale)
 
     def loss_is_bad(self) -> bool:
         """Whether a loss of the step at hand is not finite on this rank; a device sync."""
@@ -101,7 +101,7 @@ class StepMeasurement:
         # torch's scaler leaves unscaling to a fused optimizer, as under stock Lightning
         scaled = self._layout.zero or (isinstance(source, StockSource) and takes_flag(optimizer))
         scale = source.scale() if source and scaled else None
-        self._sums.add(shards, metric_names.GRAD_NORM, divisor=None if scale is None else scale.scale)
+        self._sums.add(shards, metric_names.GRAD_NORM, divisor=scale)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -6,7 +6,6 @@ Every number is a Python one where the host knows it, else a device scalar, so t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from lightning_mp.compat import deepspeed
 from lightning_mp.compat.lightning import DeepSpeedStrategy, Trainer
-from lightning_mp.compat.torch import scale_of
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.record import metric_names
@@ -23,28 +21,14 @@ from lightning_mp.record import metric_names
 Number = Tensor | float
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A loss scale; ``hysteresis`` is ``None`` for a rule without it, ``floor`` 0 where there is none."""
-
-    scale: Number
-    growth_tracker: Number
-    hysteresis: Number | None
-    floor: float
-
-
 class PlanSource:
     """The scaler of a MixedPrecisionPlan, which is disabled in a mode without scaling, and counts all the same."""
 
     def __init__(self, scaler: LossScaler) -> None:
-        self._scaler = scaler
+        self._scaler, self.floor = scaler, scaler.config.floor
 
-    def scale(self) -> Scale | None:
-        if not self._scaler.enabled:
-            return None
-        state, rule = self._scaler.state, self._scaler.config
-        hysteresis = state.hysteresis_left if rule.hysteresis > 1 else None
-        return Scale(state.scale, state.growth_tracker, hysteresis, rule.floor)
+    def scale(self) -> Number | None:
+        return self._scaler.state.scale if self._scaler.enabled else None
 
     def skipped(self) -> Number:
         return self._scaler.skipped
@@ -53,34 +37,30 @@ class PlanSource:
 class StockSource:
     """torch's ``GradScaler``, which counts nothing: its scale falls if and only if it skipped the step."""
 
+    floor = 0.0
+
     def __init__(self, scaler: GradScaler, device: torch.device) -> None:
         self.scaler = scaler
         self._one = torch.ones((), dtype=torch.float32, device=device)
-        self._now()  # makes the scale, which a scaler lacks before its first
         self._before: Tensor | None = None
         self._skipped: Number = 0
 
-    def scale(self) -> Scale:
-        kept = scale_of(self.scaler)
-        assert kept is not None
-        return Scale(*kept, None, 0.0)
+    def scale(self) -> Tensor:
+        """A copy of it, by the one public way that does not read it."""
+        return self.scaler.scale(self._one)
 
     def before_step(self) -> None:
         self.after_step()
-        self._before = self._now()
+        self._before = self.scale()
 
     def after_step(self) -> None:
         if self._before is not None:
-            now = self._now()
+            now = self.scale()
             self._skipped = self._skipped + ((now < self._before) | (now == 0)).float()  # at 0 it cannot fall
             self._before = None
 
     def skipped(self) -> Number:
         return self._skipped
-
-    def _now(self) -> Tensor:
-        """A copy of the scale, by the one public way that does not read it."""
-        return self.scaler.scale(self._one)
 
 
 class DeepSpeedSource:
@@ -88,11 +68,11 @@ class DeepSpeedSource:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self.floor = deepspeed.floor_of(engine)
 
-    def scale(self) -> Scale | None:
+    def scale(self) -> float | None:
         """``None`` where gradients are not scaled: bf16, fp32."""
-        found = deepspeed.scale_of(self._engine)
-        return None if found is None else Scale(*found)
+        return deepspeed.scale_of(self._engine)
 
     def skipped(self) -> Number:
         return self._engine.skipped_steps
@@ -113,7 +93,7 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
 
 
 class SkipCount:
-    """Skipped steps in total, in a row, and of how many; over a run, and over what it resumed from.
+    """Skipped steps in total and in a row; over a run, and over what it resumed from.
 
     ``skipped`` says how many were skipped by now, by default as ``source`` counts. A training batch in which several
     optimizers stepped is skipped where none of them was applied.
@@ -124,9 +104,8 @@ class SkipCount:
         self._stock = source if isinstance(source, StockSource) else None
         self._skipped = skipped or (lambda: 0 if source is None else source.skipped())
         #: skipped steps, those before a resume included where the source kept them
-        self._first = self.total = _kept(self._skipped())
+        self.total = _kept(self._skipped())
         self._tried = 0  # in the batch at hand
-        self.attempts = 0
         self.in_a_row: Number = 0
         #: whether the last batch that stepped was skipped
         self.skipped_last: Number = 0
@@ -145,25 +124,17 @@ class SkipCount:
         if self._stock is not None:
             self._stock.after_step()
         now = self._skipped()
-        self.attempts += tried
         skipped = now - self.total >= tried
         self.skipped_last = skipped.float() if isinstance(skipped, Tensor) else skipped
         self.in_a_row = (self.in_a_row + tried) * self.skipped_last
         self.total = _kept(now)
 
     def values(self) -> dict[str, Number | None]:
-        """The loss scale with its counters, if there is one, and the skips, by the names under which they are logged.
-
-        ``SKIP_RATE`` is still the number of skips since this began to count, to be divided by ``attempts``.
-        """
-        scale = None if self._source is None else self._source.scale()
+        """The loss scale, if there is one, and the skips, by the names under which they are logged."""
         return {
-            metric_names.LOSS_SCALE: scale and scale.scale,
-            metric_names.GROWTH_TRACKER: scale and scale.growth_tracker,
-            metric_names.HYSTERESIS: scale and scale.hysteresis,
+            metric_names.LOSS_SCALE: None if self._source is None else self._source.scale(),
             metric_names.SKIPPED_STEPS: self.total,
             metric_names.SKIPPED_IN_A_ROW: self.in_a_row,
-            metric_names.SKIP_RATE: self.total - self._first,
         }
 
 

@@ -21,14 +21,13 @@ METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 RUN = "run.json"
 AUDIT, AUDIT_TABLE = "audit.json", "audit.md"
-FINDINGS = "findings.json"
 REPORT = "report.html"
 #: a pipeline's schedule as it ran
 PIPELINE = "pipeline.json"
 #: the folder of saved batches, and their names in it
 BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
 #: what a run writes; it replaces another run's only where that one's run.json says that it was written by this package
-_FILES = (METRICS, EVENTS, AUDIT, AUDIT_TABLE, FINDINGS, REPORT, PIPELINE, RUN)
+_FILES = (METRICS, EVENTS, AUDIT, AUDIT_TABLE, REPORT, PIPELINE, RUN)
 _WRITTEN_BY = {"written_by": "lightning_mp"}
 _LOCK = ".lightning_mp.lock"
 _OWN = "pass run_dir= to give this run a folder of its own"

@@ -9,7 +9,7 @@ import platform
 import re
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -29,8 +29,7 @@ from lightning_mp.plan.run import PlanBase
 from lightning_mp.record import metric_names
 from lightning_mp.record.callback_utils import RunCallback, log
 from lightning_mp.record.events import Event
-from lightning_mp.record.findings import Finding
-from lightning_mp.record.run_folder import FINDINGS, RUN, InUseError, RunFolder, is_ours, made_again
+from lightning_mp.record.run_folder import RUN, InUseError, RunFolder, is_ours, made_again
 
 #: for alerts: as a Python warning each would begin with a file and a line of this package
 _LOGGER = logging.getLogger("lightning_mp")
@@ -236,15 +235,13 @@ class RunLog:
         self.rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
         self.events: deque[Event] = deque(maxlen=IN_MEMORY)
 
-    def open(self, trainer: Trainer, run_dir: RunDir, findings: Iterable[Finding] | None) -> None:
-        """Begin, or continue, with what the doctor found; every rank has to call it.
+    def open(self, trainer: Trainer, run_dir: RunDir) -> None:
+        """Begin, or continue; every rank has to call it.
 
         Raises:
             PlanError: another run or callback writes there already; on every rank.
         """
         self._folder = open_folder(trainer, run_dir, self._writer)
-        if self._folder is not None and findings is not None:
-            self._folder.write(FINDINGS, {"findings": [finding.to_dict() for finding in findings]})
         if is_fresh(trainer):
             self.rows.clear()
             self.events.clear()

@@ -21,8 +21,8 @@ from support.oracles import UNSCALED, plan_for, stock_for
 from support.running import fit
 
 OVERFLOWS = (2, 3, 5)
-#: skips in total, in a row, and their rate, after each of 8 steps
-SKIPS = [(0, 0, 0), (0, 0, 0), (1, 1, 1 / 3), (2, 2, 1 / 2), (2, 0, 2 / 5), (3, 1, 1 / 2), (3, 0, 3 / 7), (3, 0, 3 / 8)]
+#: skips in total and in a row after each of 8 steps
+SKIPS = [(0, 0), (0, 0), (1, 1), (2, 2), (2, 0), (3, 1), (3, 0), (3, 0)]
 RULE = {"init_scale": 16.0, "growth_interval": 2}
 KEEPERS: dict[str, Any] = {
     "plan": lambda: {"plugins": [plan_for("16-mixed", LossScaling(**RULE))]},
@@ -59,16 +59,8 @@ def test_every_value_is_the_keepers(keeper: str, optimizer: str) -> None:
     monitor, asks = watched(keeper, Regression(OPTIMIZERS[optimizer], overflow_at=OVERFLOWS))
     assert [row[metric_names.STEP] for row in monitor.rows] == list(range(8))
     for row, state, skips in zip(monitor.rows, asks.states, SKIPS, strict=True):
-        assert (row[metric_names.LOSS_SCALE], row[metric_names.GROWTH_TRACKER]) == (
-            state["scale"],
-            state["_growth_tracker"],
-        )
-        names = (metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW, metric_names.SKIP_RATE)
-        assert [row[name] for name in names] == pytest.approx(skips)
-        if keeper == "plan, hysteresis":
-            assert row[metric_names.HYSTERESIS] == state["hysteresis_left"]
-        else:
-            assert metric_names.HYSTERESIS not in row
+        assert row[metric_names.LOSS_SCALE] == state["scale"]
+        assert (row[metric_names.SKIPPED_STEPS], row[metric_names.SKIPPED_IN_A_ROW]) == skips
 
 
 @pytest.mark.parametrize("mode", UNSCALED)

@@ -118,7 +118,6 @@ def followed(source: ScaleSource, scaler: GradScaler, optimizer: str, trace: lis
         skips.after_batch()
         values = to_host.read({"total": skips.total, "row": skips.in_a_row})
         found.append((values["total"], values["row"]))
-    assert skips.attempts == len(trace)
     return found
 
 
@@ -130,9 +129,7 @@ def test_torchs_scaler_skips_where_its_scale_falls(optimizer: str, trace: list[b
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     source = StockSource(scaler, CPU)
     assert followed(source, scaler, optimizer, trace) == expected(trace)
-    state, scale = scaler.state_dict(), source.scale()
-    assert (float(scale.scale), int(scale.growth_tracker)) == (state["scale"], state["_growth_tracker"])
-    assert (scale.hysteresis, scale.floor) == (None, 0.0)
+    assert (float(source.scale()), source.floor) == (scaler.state_dict()["scale"], 0.0)
 
 
 def test_a_scale_of_zero_cannot_fall_and_skips_all_the_same() -> None:
@@ -155,10 +152,10 @@ class Engine:
 @given(trace=traces)
 def test_deepspeeds_own_scaler(trace: list[bool]) -> None:
     host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
-    window = 3
-    scaler = host.DynamicLossScaler(2.0**10, window, 2.0, 2, False, raise_error_at_min_scale=False)
-    engine, clean = Engine(scaler), 0
-    skips = SkipCount(DeepSpeedSource(engine))
+    scaler = host.DynamicLossScaler(2.0**10, 3, 2.0, 2, False, raise_error_at_min_scale=False)
+    engine = Engine(scaler)
+    source = DeepSpeedSource(engine)
+    skips = SkipCount(source)
     for overflow, counts in zip(trace, expected(trace), strict=True):
         skips.before_step()
         with pytest.MonkeyPatch.context() as patched:
@@ -166,12 +163,8 @@ def test_deepspeeds_own_scaler(trace: list[bool]) -> None:
             scaler.update_scale(overflow)
         engine.skipped_steps += overflow
         skips.after_batch()
-        clean = 0 if overflow else clean + 1
         assert (skips.total, skips.in_a_row) == counts
-        scale = DeepSpeedSource(engine).scale()
-        assert scale is not None
-        assert (scale.scale, scale.growth_tracker) == (scaler.cur_scale, clean % window)
-        assert (scale.hysteresis, scale.floor) == (scaler.cur_hysteresis, 2.0)
+        assert (source.scale(), source.floor) == (scaler.cur_scale, 2.0)
 
 
 ROWS, IN, HIDDEN, OUT = 4, 8, 16, 6

@@ -297,15 +297,6 @@ def test_numbers_that_arrive_late_say_the_same_of_the_same_steps(
     assert run("late") == at_once
 
 
-def test_what_the_doctor_finds_is_written_beside_the_readings(tmp_path: Path) -> None:
-    watched(tmp_path, Regression(PLAIN), plugins=[plan_for("bf16-true")], max_steps=1)
-    found = json.loads((tmp_path / "run" / "findings.json").read_text())["findings"]
-    assert "no_fp32_masters" in {finding["name"] for finding in found}
-    assert {"code", "severity", "what", "why", "fix", "where"} <= found[0].keys()
-    watched(tmp_path, Regression(PLAIN), max_steps=1)  # another run: its own findings, none
-    assert json.loads((tmp_path / "run" / "findings.json").read_text()) == {"findings": []}
-
-
 @pytest.mark.parametrize("name", ["val/loss", "val_loss"])
 def test_what_validation_logged_is_a_row_of_its_own(name: str, tmp_path: Path) -> None:
     class Validated(Regression):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError, PrecisionPolicy
-from lightning_mp.callbacks import EnableTF32, TrainingHealth
-from lightning_mp.health import callback as training_health
 from lightning_mp.preflight.doctor import doctor
 from lightning_mp.preflight.fit_checks import warn_at_fit
 from lightning_mp.record.findings import Finding
@@ -208,20 +205,3 @@ def test_it_takes_models_without_values(device: str) -> None:
         model: nn.Module = hf.gpt2()
     (text,) = _warned(lambda: warn_at_fit(model.eval(), MixedPrecisionPlan("bf16-mixed").policy))
     assert "eval_mode" in text
-
-
-def test_training_health_tells_the_doctor_what_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that neither a strategy nor TF32 is advised to a run that has it."""
-    told: list[tuple[Any, Any]] = []
-
-    def doctor(model: Any, plan: Any, strategy: Any, arguments: Any, **_: Any) -> list[Any]:
-        told.append((strategy, arguments))
-        return []
-
-    monkeypatch.setattr(training_health, "doctor", doctor)
-    tf32 = EnableTF32()
-    runner = fit(Regression(), callbacks=[TrainingHealth(tmp_path), tf32], accumulate_grad_batches=2)
-    ((strategy, arguments),) = told
-    assert strategy is runner.strategy
-    assert tf32 in arguments.pop("callbacks")
-    assert arguments == {"accumulate_grad_batches": 2, "devices": 1, "num_nodes": 1}

@@ -11,10 +11,10 @@ from typing import Any
 
 from lightning_mp.record.events import Event
 from lightning_mp.record.metric_names import STEP
-from lightning_mp.record.run_folder import AUDIT, EVENTS, FINDINGS, METRICS, RUN
+from lightning_mp.record.run_folder import AUDIT, EVENTS, METRICS, RUN
 
 #: What a run writes, and a report reads.
-FILES = (METRICS, EVENTS, RUN, AUDIT, FINDINGS)
+FILES = (METRICS, EVENTS, RUN, AUDIT)
 
 
 @dataclass(slots=True)
@@ -44,7 +44,6 @@ class Run:
     series: dict[str, Series] = field(default_factory=dict[str, Series])
     events: list[Event] = field(default_factory=list[Event])
     audit: list[dict[str, Any]] | None = None
-    findings: list[dict[str, Any]] | None = None
     about: dict[str, Any] = field(default_factory=dict[str, Any])
     faults: list[str] = field(default_factory=list[str])
 
@@ -80,7 +79,6 @@ def load(path: Path, name: str) -> Run:
     run.events = [Event.from_dict(row) for row in _lines(run, EVENTS)]
     run.about = _document(run, RUN) or {}
     run.audit = (_document(run, AUDIT) or {}).get("rows")
-    run.findings = (_document(run, FINDINGS) or {}).get("findings")
     return run
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.record.events import Event
-from lightning_mp.record.findings import Finding
 from lightning_mp.record.run_folder import RunFolder
 
 SPIKE, COLLAPSE = 12, 20
@@ -93,8 +92,6 @@ def write_run(path: Path, *, steps: int = 30, shift: float = 0.0, module: str = 
         folder.event(event)
     folder.write("run.json", about(**changes))
     folder.write("audit.json", audit(module))
-    found = Finding(name="tf32_off", severity="info", what="TF32 is off", why="slow", fix="tf32='high'", where=module)
-    folder.write("findings.json", {"findings": [found.to_dict()]})
     folder.close("test")
     return path
 
