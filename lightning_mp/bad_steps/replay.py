@@ -99,7 +99,7 @@ class Replayer:
                 trainer.accumulate_grad_batches if module.automatic_optimization else 1,
                 trainer.global_step,
                 rng_state(device),
-                None if scale is None else torch.as_tensor(scale.scale).clone(),  # it moves on
+                None if scale is None else torch.as_tensor(scale).clone(),  # it moves on
                 {name: value for name, value in vars(module).items() if type(value) in (int, float)},
             )
         )

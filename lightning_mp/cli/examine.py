@@ -15,7 +15,7 @@ import typer
 
 from lightning_mp.cli.output import Json, console, load_parts, progress, refusals
 from lightning_mp.cli.train import Arguments, ConfigDirs
-from lightning_mp.errors import Faults, counted, install_line, one_line
+from lightning_mp.errors import Faults, counted, install_line
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from lightning_mp.policy.hardware import Device
     from lightning_mp.precision_audit.audit import AuditReport
     from lightning_mp.record.findings import Finding
-
-#: for more of either a step on a CPU may take minutes: of the model, and of the first batch
-MOST_WEIGHTS, MOST_NUMBERS = 100_000_000, 10_000_000
 
 
 def doctor(
@@ -61,12 +58,10 @@ def doctor(
 def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Device | None) -> list[Finding]:
     """What :func:`lightning_mp.doctor` finds. The model may be any ``torch.nn.Module``.
 
-    Without a plan the run is one of Lightning's own precisions: ``trainer.precision``. Where the data give no batch for
-    a step, stderr says so.
+    Without a plan the run is one of Lightning's own precisions: ``trainer.precision``.
     """
     parts = load_parts()
     from lightning_mp.cli.config import composed
-    from lightning_mp.compat.lightning import LightningModule
     from lightning_mp.preflight.doctor import doctor as examine
 
     faults = Faults("doctor")
@@ -81,27 +76,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
             given = config.get("strategy") or {}
             strategy = parts.instantiated(given, "strategy", faults) if "_target_" in given else None
         faults.raise_if_any()
-        batch = _batch(config, model) if isinstance(model, LightningModule) else None
-        return examine(model, plan, strategy, trainer, device=device, batch=batch)
-
-
-def _batch(config: dict[str, Any], model: Any) -> Any:
-    """The first batch of the data; ``None``, and a line on stderr, without one or where a step would take minutes."""
-    parts = load_parts()
-    from lightning_mp.numerics.dtypes import tensors_in
-
-    try:
-        with Faults("doctor") as faults:
-            loaders = parts.data(config, faults)
-        batch = next(iter(parts.training_batches(loaders, model)))
-        weights, numbers = (sum(one.numel() for one in each) for each in (model.parameters(), tensors_in(batch)))
-        if weights <= MOST_WEIGHTS and numbers <= MOST_NUMBERS:
-            return batch
-        said = f"no step is tried with {weights:,} weights and {numbers:,} numbers a batch; doctor(batch=...) makes one"
-    except Exception as error:  # of the user's data
-        said = f"no batch, no step is tried: {type(error).__name__}: {one_line(error)}"
-    typer.echo(f"lightning-mp doctor: {said}", err=True)
-    return None
+        return examine(model, plan, strategy, trainer, device=device)
 
 
 # ---------------------------------------------------------------------- audit

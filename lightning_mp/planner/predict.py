@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import traceback
 import warnings
@@ -383,26 +382,3 @@ def cublas_workspaces() -> int:
     """
     of_each = 32 * 2**20 if torch.cuda.get_device_capability() >= (9, 0) else 8 * 2**20 + 128 * 2**10
     return 2 * of_each
-
-
-def step_error(module: nn.Module, batch: Any, policy: PrecisionPolicy | None, precision: str) -> Exception | None:
-    """What a copy of ``module`` raises when a Trainer makes one step of it with ``batch``, for real and on the CPU.
-
-    ``policy`` is the plan's, or ``None`` where ``precision`` is one of Lightning's own. ``None`` where nothing is
-    raised, or a plan refuses to run on this machine.
-    """
-    copied = cast("Any", copy.deepcopy(module))
-    copied.configure_callbacks, copied.prepare_data = list, lambda: None
-    regime: dict[str, Any] = {"precision": precision}
-    if policy is not None:
-        regime = {"plugins": [MixedPrecisionPlan.from_policy(policy)]}
-    with _kept():
-        alone = {**BARE, "max_epochs": 1, "limit_train_batches": 1, "logger": DummyLogger()}
-        trainer = Trainer(accelerator="cpu", devices=1, **alone, **regime)
-        try:
-            trainer.fit(copied, train_dataloaders=repeat(batch))
-        except PlanError:
-            return None
-        except Exception as error:
-            return error
-    return None

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Iterator, Mapping
 from inspect import getsource
-from pathlib import Path
-from traceback import extract_tb
 from typing import Any, cast
 
 import torch
@@ -16,24 +13,20 @@ from torch import nn
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     LightningModule,
-    StrategyRegistry,
     is_overridden,
     parsed_optimizers,
 )
 from lightning_mp.compat.transformers import conv1d
-from lightning_mp.deepspeed.merge import add_trainer, compose
-from lightning_mp.errors import Fault, Faults, PlanError, counted, did_you_mean, one_line, pinning
+from lightning_mp.deepspeed.merge import add_trainer
+from lightning_mp.errors import Fault, Faults, PlanError, counted, pinning
 from lightning_mp.modules.patterns import original_class
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.eager import EagerEngine
 from lightning_mp.plan.side_run import untouched
-from lightning_mp.planner.memory import STRATEGIES
-from lightning_mp.planner.predict import step_error
 from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
 from lightning_mp.preflight.fit_checks import CHEAP, HALF, ModelUnderTest, listed
-from lightning_mp.record.events import Severity
 from lightning_mp.record.findings import Finding
 
 #: bits of the significand, the hidden one included
@@ -51,37 +44,33 @@ FP16_MAX = 65504.0
 HIGH_SCALE = 2.0**24
 #: Above it not even fp16's smallest number, 2**-24, fits once scaled: whatever is not 0 overflows.
 HOPELESS_SCALE = FP16_MAX * 2.0**24
-_STEPS = "gradient_accumulation_steps"
 
 
 # ---------------------------------------------------------------------- modes and weights
 
 
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
-    """Trained weights that are in half precision alone: as loaded, by the mode, or by a pin."""
-    planned, loaded = case.policy is not None, {name: dtype_name(one.dtype) for name, one in case.trained.items()}
-    stored = {name: dtype for name, one in case.trained.items() if (dtype := case.stored(one)) in HALF}
-    pinned = {name: stored[name] for name in stored if id(case.trained[name]) in case.pinned}
-    rest = {name: dtype for name, dtype in stored.items() if name not in pinned}
-    rounded = {name: dtype for name, dtype in loaded.items() if dtype in HALF and name not in stored}
+    """Trained weights that are in half precision alone, as loaded or by the mode; a pin says that it is meant."""
+    stored = {name: case.stored(one) for name, one in case.trained.items() if id(one) not in case.pinned}
+    half = [name for name, dtype in stored.items() if dtype in HALF]
     load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
-    mixed = case.precision.replace("true", "mixed") if case.precision.endswith("true") else "bf16-mixed"
-    instead = load if case.storage is None else f"use '{mixed}', which keeps fp32 weights"
-    masters, unless = "there are no fp32 master weights", "pin them to 'fp32', or remove the pin, unless it is meant"
-    doubled = "the plan makes fp32 master weights from them, at twice the memory; they stay rounded"
-    rows: list[tuple[dict[str, str], Severity, str, str]] = [
-        (pinned, "info", f"a pin says so; {masters}", unless),
-        (rest, "warning", masters, instead),
-        (rounded if planned else {}, "info", doubled, load),
+    if half:
+        dtype, mixed = stored[half[0]], case.precision.replace("true", "mixed")
+        fix = load if case.storage is None else f"use '{mixed}', which keeps fp32 weights"
+        what = f"{counted(len(half), 'trained weight')} in {dtype} alone under {case.precision}: {listed(half)}"
+        lost = f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight"
+        why = f"there are no fp32 master weights; {lost} is lost"
+        yield Finding("no_fp32_masters", "warning", what, why, fix, half[0])
+    rounded = [
+        name for name, one in case.trained.items() if dtype_name(one.dtype) in HALF and stored.get(name) == "fp32"
     ]
-    for names, severity, why, fix in rows:
-        if names:
-            first, dtype = next(iter(names.items()))
-            what = f"{counted(len(names), 'trained weight')} in {dtype} alone under {case.precision}: {listed(names)}"
-            lost = f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight"
-            yield Finding("no_fp32_masters", severity, what, f"{why}; {lost} is lost", fix, first)
-    fp16 = [name for name, dtype in loaded.items() if dtype == "fp16" and name not in pinned]
+    if rounded and case.policy is not None:
+        what = f"{counted(len(rounded), 'trained weight')} loaded in half precision: {listed(rounded)}"
+        why = "the plan makes fp32 master weights from them, at twice the memory; they stay rounded"
+        yield Finding("no_fp32_masters", "info", what, why, load, rounded[0])
+    fp16 = [name for name, one in case.trained.items() if one.dtype == torch.float16]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
+    planned = case.policy is not None
     if fp16 and case.precision == "16-mixed" and (planned or not sharded):
         what = f"{counted(len(fp16), 'trained weight')} in fp16 under a loss scale: {listed(fp16)}"
         why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step; a plan stores them in fp32"
@@ -93,20 +82,20 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def refused(case: ModelUnderTest) -> Iterator[Finding]:
-    """What device, strategy or model do not do: a plan is refused there before its first step."""
+    """What the device does not do, or a plan refuses of the model before its first step."""
     policy, device, wrong, others = case.policy, case.device, Faults(), Faults()
     if policy is not None:
         for_strategy.check_device(policy, device, wrong)
     bf16_pins = [] if policy is None else [pin.pattern for pin in policy.pins if pin.dtype == "bf16"]
     if device.bf16 != "native" and (case.compute == "bf16" or bf16_pins):
-        on_cpu = device.type == "cpu"
-        severity = "error" if wrong.found or device.bf16 == "none" else "info" if on_cpu else "warning"
+        severity = "error" if wrong.found or device.bf16 == "none" else "warning"
         why = "the run is refused" if severity == "error" else "results are correct, but no faster than in fp32"
-        instead = "'16-mixed', with loss scaling" if device.fp16 and not on_cpu else "'32-true'"
+        instead = "'16-mixed', with loss scaling" if device.fp16 and device.type != "cpu" else "'32-true'"
         pinned = f" with bf16 pins on {listed(bf16_pins)}" if bf16_pins else ""
         says = "has no bf16" if device.bf16 == "none" else "computes bf16 in fp32 and rounds"
         what = f"{device.name} {says}, under {case.precision}{pinned}"
-        yield Finding("bf16_emulated", severity, what, why, f"use {instead} on this device, or precision='auto'")
+        if severity == "error" or device.type != "cpu":  # on a CPU one checks, and does not wait for speed
+            yield Finding("bf16_emulated", severity, what, why, f"use {instead} on this device, or precision='auto'")
     elif device.type != "cuda" or device.capability is not None:
         others.extend(wrong.found)
     if policy is None:
@@ -115,31 +104,12 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
     engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
     if not any(is_overridden(name, case.model, LightningModule) for name in ("configure_model", "setup")):
         engine.check(case.model, others)  # else modules may be missing that a pattern names
-    word = case.strategy.lower() if isinstance(case.strategy, str) else type(case.strategy).__name__.lower()
-    stage3 = isinstance(case.strategy, DeepSpeedStrategy) and case.strategy.zero_stage_3
-    if policy.storage_dtype != "fp32" and (stage3 or "zero3" in word or ("zero" in word and "offload" in word)):
-        mixed = case.precision.replace("true", "mixed")
-        fix = f"use {mixed!r}, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'"
-        others.add(f"{case.precision} with ZeRO-3 or its offload, which keep fp32 master weights", fix=fix)
-    if policy.pins and "fsdp1" in word:
-        others.add("pins with FSDP1", fix="use strategy='mp_fsdp2'")
     for fault in others.found:
         why = f"the run is refused before its first step{': it takes ' * bool(fault.allowed)}{fault.allowed}"
         said, _, names = fault.problem.partition(": ")
         tied = said == "contradicting pins on tied weights"
-        name, where = (
-            ("tied_weights_conflicting_pins", names.partition(" ")[0]) if tied else ("precision_refused", None)
-        )
-        yield Finding(name, "error", fault.problem, why, fault.fix, where)
-
-
-def unknown_strategy(case: ModelUnderTest) -> Iterator[Finding]:
-    """A name that neither Lightning nor this package has."""
-    known = [*STRATEGIES, *StrategyRegistry.available_strategies()]
-    name = case.strategy.lower().partition("@")[0] if isinstance(case.strategy, str) else "auto"
-    if name.removeprefix("mp_") not in known and name not in known:
-        what, fix = f"unknown strategy {case.strategy!r}", did_you_mean(name.removeprefix("mp_"), known)
-        yield Finding("precision_refused", "error", what, "the Trainer refuses it", fix, "strategy")
+        name = "tied_weights_conflicting_pins" if tied else "precision_refused"
+        yield Finding(name, "error", fault.problem, why, fault.fix, names.partition(" ")[0] if tied else None)
 
 
 def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
@@ -170,24 +140,19 @@ def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
     odd: dict[str, tuple[int, int]] = {}
     for name, module in case.modules:
         sizes, step = _sizes(module), multiples.get(case.pinned.get(id(module)) or compute, 1)
-        if any(size % step for size in sizes or ()):
-            multiple, odd[name] = max(multiple, step), cast("tuple[int, int]", sizes)
-    embeddings = [module for _, module in case.modules if isinstance(module, nn.Embedding)]
-    tables = {module.num_embeddings for module in embeddings}
+        if sizes is not None and any(size % step for size in sizes):
+            multiple, odd[name] = max(multiple, step), sizes
+    tables = {module.num_embeddings for _, module in case.modules if isinstance(module, nn.Embedding)}
     outputs = [out for _, out in odd.values() if out in tables and out > _SMALL_TABLE and out % multiple]
-    lookups = {id(module.weight) for module in embeddings}
-    lookups -= {id(module.weight) for _, module in case.modules if isinstance(module, nn.Linear)}
-    multiplied = sum(one.numel() for one in case.parameters.values() if one.ndim >= 2 and id(one) not in lookups)
     weights = sum(inputs * out for inputs, out in odd.values())
-    if not odd or (not outputs and weights < _SHARE * multiplied):
+    if not odd or (not outputs and weights < _SHARE * sum(one.numel() for one in case.parameters.values())):
         return
     shapes = listed([f"{name or 'the model itself'} ({' x '.join(map(str, sizes))})" for name, sizes in odd.items()])
     what, fix = f"sizes that are not multiples of {multiple}: {shapes}", f"round sizes up to multiples of {multiple}"
     if outputs:
         to = -(-outputs[-1] // multiple) * multiple
         what += f"; among them the vocabulary, {outputs[-1]}"
-        others = f"; {fix.replace('sizes', 'other sizes')}" if len(odd) > 1 else ""
-        fix = f"pad the vocabulary to {to}: model.resize_token_embeddings({to}), or vocab_size={to}{others}"
+        fix = f"pad the vocabulary to {to}: model.resize_token_embeddings({to}), or vocab_size={to}; else {fix}"
     why = f"tensor cores multiply {compute} in tiles of 16 bytes; other sizes are padded or use slower kernels"
     yield Finding("dims_not_aligned", "info", what, why, fix, next(iter(odd)))
 
@@ -209,9 +174,7 @@ def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
         return
     kinds = list(dict.fromkeys(original_class(module).__name__ for _, module, _ in found))
     fix = f"pin them: {pinning(kinds, under_plan=case.policy is not None)}"
-    why = f"{case.precision} stores and computes everything in half precision: sums lose bits"
-    if any(case.pinned.get(id(module)) in HALF for _, module, _ in found):
-        why = "a pin says so; sums over many numbers lose bits, and in fp16 squares above 65504 are infinite"
+    why = "the mode, or a pin, has them there: sums lose bits, and in fp16 squares above 65504 are infinite"
     names = listed([name for name, *_ in found])
     what = f"{counted(len(found), 'norm')} ({', '.join(kinds)}) in {found[0][2]}: {names}"
     yield Finding("norm_in_half", "warning", what, why, fix, found[0][0])
@@ -247,28 +210,6 @@ def _casts_itself(kind: type[nn.Module]) -> bool:
         return ".float()" in (source := getsource(kind.forward)) or "float32" in source
     except (OSError, TypeError):  # no source: compiled, or written in a shell
         return True
-
-
-# ---------------------------------------------------------------------- a step
-
-
-def step_raises(case: ModelUnderTest) -> Iterator[Finding]:
-    """A step of the LightningModule that raises: one is made for real, of a copy, on the CPU."""
-    meta = any(parameter.is_meta for parameter in case.parameters.values())
-    if case.batch is None or meta or not isinstance(case.model, LightningModule):
-        return
-    error = step_error(case.model, case.batch, case.policy, case.precision)
-    if error is None:
-        return
-    # the last line of the user's own code that the error went through; else the one that raised it
-    frames = extract_tb(error.__traceback__)
-    ours = ("site-packages", "dist-packages", str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
-    frame = next((f for f in reversed(frames) if not any(part in f.filename for part in ours)), frames[-1])
-    where = f"{Path(frame.filename).name}:{frame.lineno}"
-    what, why = f"a step raises {type(error).__name__}: {one_line(error)}", f"{where}, in {frame.name}: `{frame.line}`"
-    on_cpu = case.device.type == "cpu"  # what the step was made on
-    why, severity = (why, "error") if on_cpu else (f"{why}, on the CPU", "warning")
-    yield Finding("step_raises", severity, what, why, "mend it; a run prints the whole traceback", where)
 
 
 # ---------------------------------------------------------------------- the loss scale
@@ -367,36 +308,22 @@ def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
 
 
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
-    """Every key of the JSON that contradicts plan or Trainer, with both values."""
+    """Every key of the JSON that contradicts the precision or the Trainer, with both values."""
     own: Any = case.strategy
     stock = DeepSpeedStrategy in type(own).__mro__
-    config, stage, offloads = own, None, dict[str, bool]()
-    if stock and hasattr(own, "plan_engine"):
-        config, stage, stock = own._given or {}, own._stage, False
-        offloads = {key: on for key, on in own._zero.items() if key != "stage"}
-    elif stock:
-        config = own.config
+    config = (own._given or {}) if stock and hasattr(own, "plan_engine") else own.config if stock else own
     if not isinstance(config, Mapping):
         return
     why = "the run is refused before its first step, or DeepSpeed silently uses that of the JSON"
-    for fault in dict.fromkeys(_contradictions(case, cast("Mapping[str, Any]", config), stage, offloads, stock)):
+    for fault in _contradictions(case, cast("Mapping[str, Any]", config)):
         where = fault.problem.partition("=")[0]
         yield Finding("deepspeed_contradicts_trainer", "error", fault.problem, why, fault.fix, where)
 
 
-def _contradictions(
-    case: ModelUnderTest, json: Mapping[str, Any], stage: int | None, offloads: Mapping[str, bool], stock: bool
-) -> Iterator[Fault]:
-    """What the JSON says otherwise than plan and Trainer do."""
-    try:
-        if case.policy is not None:
-            stage = stage or int((json.get("zero_optimization") or {}).get("stage") or 1)
-            compose(case.policy, json, stage=stage, **offloads)
-    except PlanError as error:
-        yield from error.faults
-    for block in HALF if case.policy is None else ():
-        if (json.get(block) or {}).get("enabled") is True and not case.precision.startswith(block.removeprefix("fp")):
-            given = f"{block}.enabled=True in the JSON and precision={case.precision!r} in the Trainer"
+def _contradictions(case: ModelUnderTest, json: Mapping[str, Any]) -> Iterator[Fault]:
+    for block in HALF:
+        if (json.get(block) or {}).get("enabled") is True and case.compute != block:
+            given = f"{block}.enabled=True in the JSON and precision={case.precision!r}"
             yield Fault(given, fix=f"set {block}.enabled to false, or train in it")
     if not case.trainer:
         return
@@ -411,14 +338,10 @@ def _contradictions(
         add_trainer(config, clip_norm=clip, accumulate=accumulate, world_size=world or 1)
     except PlanError as error:
         yield from error.faults
-        return
-    if stock and _STEPS in config:  # Lightning's own strategy lets the JSON win where it does not refuse it
-        given = f"{_STEPS}={config[_STEPS]!r} in the JSON and Trainer(accumulate_grad_batches={accumulate})"
-        yield Fault(given, fix=f"remove {_STEPS} from the JSON: Lightning's DeepSpeedStrategy takes the Trainer's")
 
 
 CHECKS = (
-    *(*CHEAP, half_weights, refused, unknown_strategy, tf32_off, not_aligned, half_norms, step_raises),
+    *(*CHEAP, half_weights, refused, tf32_off, not_aligned, half_norms),
     *(scale_overflows_at_once, accumulation_overflows, optimizer_eps_underflows, schedule_counts_skips),
     deepspeed_contradicts_trainer,
 )

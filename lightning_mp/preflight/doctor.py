@@ -25,7 +25,6 @@ def doctor(
     trainer_args: Mapping[str, Any] | None = None,
     *,
     optimizer: Any = None,
-    batch: Any = None,
     device: Device | None = None,
 ) -> list[Finding]:
     """What will go wrong in training ``model``, before it does: findings, most severe first; none for a healthy run.
@@ -40,13 +39,12 @@ def doctor(
         strategy: a strategy or its name; a DeepSpeed JSON as a mapping; ``None``: what ``trainer_args`` says.
         trainer_args: the Trainer's arguments: ``accelerator``, ``accumulate_grad_batches``, ``gradient_clip_val``, ….
         optimizer: what ``configure_optimizers`` would return, where it cannot be called without a Trainer.
-        batch: one batch; with it a copy of a LightningModule makes one step, to see whether it raises.
         device: the device it will run on, where that is not the one ``trainer_args`` chooses on this machine.
 
     Raises:
         PlanError: ``model`` is no module, or ``plan`` is none; every fault of a plan at once.
     """
-    case = case_of(model, plan, strategy, trainer_args or {}, device, optimizer=optimizer, batch=batch)
+    case = case_of(model, plan, strategy, trainer_args or {}, device, optimizer=optimizer)
     here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     generators = rng_state(here)
     try:

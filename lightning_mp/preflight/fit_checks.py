@@ -48,7 +48,6 @@ class ModelUnderTest:
     strategy: Any = None
     trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     optimizer: Any = None
-    batch: Any = None
 
     @cached_property
     def modules(self) -> tuple[tuple[str, nn.Module], ...]:

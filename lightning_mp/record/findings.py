@@ -32,7 +32,6 @@ CODES: dict[str, str] = {
     "schedule_counts_skips": "LMP014",
     "deepspeed_contradicts_trainer": "LMP015",
     "precision_refused": "LMP022",
-    "step_raises": "LMP023",
 }
 
 

@@ -99,9 +99,8 @@ def test_the_model_is_left_as_it_is(mode: str, stock: bool) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = _state(model)
-    batch = (torch.ones(4, 16), torch.ones(4, 15))
     plan = mode if stock else MixedPrecisionPlan(mode)
-    assert doctor(model, plan, "auto", {"accumulate_grad_batches": 4}, batch=batch, device=A100)
+    assert doctor(model, plan, "auto", {"accumulate_grad_batches": 4}, device=A100)
     assert _same(_state(model), before)
     assert model.calls == 0
 
@@ -169,7 +168,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 def test_no_model_is_too_odd(name: str, mode: str) -> None:
     for plan in (mode, MixedPrecisionPlan(mode)):
         trainer = {"accumulate_grad_batches": "4", "callbacks": 3, "devices": "auto", "accelerator": object()}
-        for finding in doctor(ODD[name](), plan, object(), trainer, batch=torch.ones(1, 8)):
+        for finding in doctor(ODD[name](), plan, object(), trainer):
             assert isinstance(finding, Finding)
 
 

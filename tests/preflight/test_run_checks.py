@@ -1,85 +1,23 @@
-"""What the doctor says of a run: a step that raises, the loss scale, the optimizer, the schedule, DeepSpeed's JSON."""
+"""What the doctor says of a run: the loss scale, the optimizer, the schedule, DeepSpeed's JSON."""
 
 from __future__ import annotations
 
 import logging
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from typer.testing import CliRunner
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, make_strategy
-from lightning_mp.cli import app
 from lightning_mp.policy.pieces import FP32_MAX
 from lightning_mp.preflight.doctor import doctor
 from lightning_mp.record.findings import Finding
 from support.doctor import CPU, Wrapped, found, net
 from support.models import Regression
-
-
-class Raises(Wrapped):
-    """Needs what a Trainer's own hooks make, logs, and raises in its loss."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(net(), partial(torch.optim.SGD, lr=0.1))
-        self.how = how
-
-    def setup(self, stage: str) -> None:
-        self.made = nn.Identity()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        if self.how == "its own":
-            raise KeyError("no labels here")
-        rows = batch[0][:, 1:] if self.how == "a layer's" else batch[0]
-        return self.made(self.model(rows)).pow(2).mean()
-
-
-@pytest.mark.parametrize("plan", [MixedPrecisionPlan("bf16-mixed"), "32-true"], ids=str)
-@pytest.mark.parametrize(
-    ("how", "said", "line"),
-    [
-        ("its own", "a step raises KeyError: 'no labels here'", 'raise KeyError("no labels here")'),
-        ("a layer's", "a step raises RuntimeError: mat1 and mat2 shapes", "self.made(self.model(rows))"),
-        ("not at all", None, ""),
-    ],
-)
-def test_a_step_that_raises_is_named_with_the_users_own_line(how: str, said: str | None, line: str, plan: Any) -> None:
-    module = Raises(how)
-    finding = found(module, plan, batch=(torch.ones(4, 16), torch.ones(4, 8))).get("step_raises")
-    assert not hasattr(module, "made")
-    assert (finding is None) == (said is None)
-    if finding is not None and said is not None:
-        assert finding.what.startswith(said)
-        assert (finding.where or "").startswith("test_run_checks.py:")
-        assert line in finding.why
-        assert finding.severity == "error"
-
-
-def test_on_the_command_line_it_is_the_first_batch_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a step takes long."""
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model: {_target_: preflight.test_run_checks.Raises, how: its own}\n"
-        "data: {_target_: support.models.batches}\nplan: bf16-mixed\ntrainer: {accelerator: cpu}\n"
-    )
-    result = CliRunner().invoke(app, ["doctor", str(path)])
-    assert result.exit_code == 2, result.output
-    assert "LMP023 error step_raises  test_run_checks.py:" in result.output
-    assert "KeyError: 'no labels here'" in result.output
-    monkeypatch.setattr(import_module("lightning_mp.cli.examine"), "MOST_NUMBERS", 10)
-    result = CliRunner().invoke(app, ["doctor", str(path)])
-    assert "no step is tried with" in result.output
-    assert "LMP023" not in result.output
-
 
 # ---------------------------------------------------------------------- the loss scale, accumulation, epsilon
 
@@ -264,7 +202,7 @@ def test_json_and_trainer_disagree(config: Any, trainer: Any, both: tuple[str, s
 def test_json_and_plan_disagree() -> None:
     findings = _found(MixedPrecisionPlan("bf16-mixed"), {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}})
     assert [finding.where for finding in findings] == ["fp16.enabled"]
-    assert "precision='bf16-mixed' in the plan" in findings[0].what
+    assert "precision='bf16-mixed'" in findings[0].what
 
 
 def test_every_contradiction_is_a_finding() -> None:
