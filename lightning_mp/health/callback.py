@@ -57,7 +57,6 @@ _ROW = (
     metric_names.SAMPLES_PER_S,
     metric_names.MFU,
     metric_names.MEMORY_ALLOCATED,
-    metric_names.MEMORY_RESERVED,
     metric_names.MEMORY_PEAK,
 )
 
@@ -78,7 +77,7 @@ class TrainingHealth(WritesRun):
     - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
     - Throughput is over all ranks, since the last reading, validation excluded. ``health/mfu``: FLOPs per token or
       sample, counted in the first batch, times the throughput, over the device's peak; recomputation is not counted.
-    - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory.
+    - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory (Linux).
 
     Nothing waits for the device: numbers are copied together, once per reading, and evaluated when they have arrived,
     on CUDA at most 3 steps later. So late a ``"stop"`` acts there, and a non-finite step that

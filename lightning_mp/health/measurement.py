@@ -39,7 +39,7 @@ PIECES, PIECE = 16, 1024
 _CHANGE, _BEFORE = "change", "before"
 #: of every rank: what is added up, and of what the largest counts
 _ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, FLOPS)
-_LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_RESERVED, metric_names.MEMORY_PEAK)
+_LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_PEAK)
 
 
 class StepMeasurement:
@@ -164,26 +164,21 @@ class StepMeasurement:
         return [self._layout.parameter(parameter) for parameter in self._trained.values()]
 
 
-def memory(device: torch.device) -> tuple[float | None, float | None, float | None]:
-    """GiB in use, reserved by the allocator, and the peak in use, without a device sync; ``None`` where not counted.
+def memory(device: torch.device) -> tuple[float | None, float | None]:
+    """GiB in use and their peak, without a device sync; ``None`` where not counted.
 
-    On a CPU it is the process's resident memory, which includes code.
+    On a CPU, under Linux, it is the process's resident memory, which includes code.
     """
     if device.type == "cuda":
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return allocated / GIB, reserved / GIB, torch.cuda.max_memory_allocated(device) / GIB
+        return torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB
     if device.type == "mps":
-        return torch.mps.current_allocated_memory() / GIB, torch.mps.driver_allocated_memory() / GIB, None
-    if device.type != "cpu" or sys.platform == "win32":
-        return None, None, None
+        return torch.mps.current_allocated_memory() / GIB, None
+    if device.type != "cpu" or sys.platform != "linux":
+        return None, None
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) of either
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-    if sys.platform != "linux":  # which alone tells what is resident now
-        return None, None, peak
-    resident = int(Path("/proc/self/statm").read_bytes().split()[1])
-    return resident * resource.getpagesize() / GIB, None, peak
+    resident = int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+    return resident / GIB, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 # ---------------------------------------------------------------------- shards

@@ -211,13 +211,12 @@ def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator
     rows: list[tuple[str, str | None, set[str], set[str | None], _Cause]] = [
         ("param", stored, judged, {stored}, _LOST_PIN if pinned else _NO_MASTERS if half else _CAST),
         ("compute", wanted, wrong, set(), cause),
-        ("grad", stored, seen.grad if seen.trained else set(), {*seen.trained}, _GRADIENT),
         ("optimizer_state", state, seen.state, {state}, _STATE),
         ("reduce", reduce, seen.reduce, {reduce}, _REDUCED),
     ]
     different = [row for row in rows if row[1] is not None and row[2] - row[3]]
-    if different and different[0][0] == "param":  # gradients and state follow the parameter, and mostly computation
-        follows = {"grad", "optimizer_state"} | ({"compute"} if computed(seen) <= seen.param | {stored} else set())
+    if different and different[0][0] == "param":  # state follows the parameter, and mostly computation
+        follows = {"optimizer_state"} | ({"compute"} if computed(seen) <= seen.param | {stored} else set())
         different = [row for row in different if row[0] not in follows]
     for what, wanted, dtypes, _, cause in different:
         found = joined(dtypes) or ""
@@ -336,10 +335,6 @@ _CASTS_ITSELF = _Cause(
 _TF32 = _Cause(
     "torch's TF32 switches were changed after the run began",
     "set them with the plan's tf32=, or with EnableTF32, only",
-)
-_GRADIENT = _Cause(
-    "a hook gave the gradient another dtype than its parameter",
-    "remove the hook, or cast back to the parameter's dtype in it",
 )
 _STATE = _Cause(
     "the optimizer keeps its state in another dtype, or loaded a state saved in another",

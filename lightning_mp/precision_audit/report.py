@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -103,11 +102,8 @@ class AuditReport:
         for at, head in enumerate(_HEADS[1:]):
             if at not in alike:
                 table.add_column(head, no_wrap=True)
-        others = [column for at, column in enumerate(columns) if at not in alike]
-        heads = [head for at, head in enumerate(_HEADS[1:]) if at not in alike]
-        taken = sum(2 + max(len(head), *map(len, column)) for head, column in zip(heads, others, strict=True))
         for name, cells in lines:
-            table.add_row(_broken(name, width - taken - 2), *(cell for at, cell in enumerate(cells) if at not in alike))
+            table.add_row(name, *(cell for at, cell in enumerate(cells) if at not in alike))
         every = ", ".join(f"{_HEADS[1 + at]} {columns[at][0]}" for at in alike)
         text = io.StringIO()
         console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
@@ -169,7 +165,6 @@ class AuditReport:
 _WITH = {
     "param": "with parameters stored in",
     "compute": "computed in",
-    "grad": "with gradients in",
     "reduce": "with gradients summed across ranks in",
     "optimizer_state": "with optimizer state in",
 }
@@ -232,16 +227,6 @@ def shown(module: str) -> str:
 def ranges(names: Sequence[str]) -> list[str]:
     """``names`` with those of repeated layers put together."""
     return [shown(name) for name, _ in grouped(dict.fromkeys(names))]
-
-
-def _broken(name: str, width: int) -> str:
-    """A name in lines of ``width`` characters, which end after its dots."""
-    lines = [""]
-    for part in re.split(r"(?<=\.)", name):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("    ")
-        lines[-1] += part
-    return "\n".join(lines)
 
 
 def _lines(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:

@@ -102,7 +102,6 @@ JUDGED: list[tuple[Declaration, dict[str, Any], str]] = [
     (replace(STOCK, pins={"m": "fp32"}), {"frozen": {"bf16"}}, "param"),
     # what follows from it
     (MIXED, {"trained": {"bf16"}, "grad": {"bf16"}, "state": {"bf16"}}, "param"),
-    (MIXED, {"trained": {"fp32"}, "grad": {"bf16"}}, "grad"),
     (MIXED, {"trained": {"fp32"}, "grad": {"fp32"}, "state": {"bf16"}}, "optimizer_state"),
     (MIXED, {"trained": {"fp32"}, "state": {"bf16", "fp32"}}, "optimizer_state"),
     (HALF, {"trained": {"bf16"}, "state": {"fp32"}}, "optimizer_state"),

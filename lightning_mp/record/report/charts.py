@@ -148,7 +148,7 @@ KNOWN: tuple[Panel, ...] = (
     Panel(
         "Memory",
         "GiB",
-        {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated", names.MEMORY_RESERVED: "reserved"},
+        {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated"},
         traits="from-zero",
     ),
 )

@@ -29,18 +29,11 @@ _HERE = Path(__file__).parent
 _DOTS = re.compile(r"(?<=[a-z])\.|\.(?=[a-z])", re.IGNORECASE)
 
 
-def write_report(
-    run_dirs: RunDirs,
-    output: str | os.PathLike[str] | None = None,
-    *,
-    title: Sequence[str] = (),
-    not_run: Mapping[str, str] | None = None,
-) -> Path:
+def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None) -> Path:
     """Write one HTML file on a run, or on several compared, and return where it is.
 
     ``output=None`` is ``report.html`` in the run's folder, with several in the folder that holds them all. The file
-    opens without a network and is there whole or not at all. For several runs, ``title`` is the heading and a line
-    below it, and ``not_run`` names those that are missing, with the reason.
+    opens without a network and is there whole or not at all.
 
     Raises:
         PlanError: a folder holds no run, or ``output`` is a folder.
@@ -50,7 +43,7 @@ def write_report(
     target = Path(output) if output is not None else Path(os.path.commonpath([*folders])) / REPORT
     if target.is_dir():
         raise PlanError.of(f"output={str(target)!r} is a folder", f"write {str(target / REPORT)!r}", "report")
-    atomic_write(target, document(_HERE / "report.html.j2", **_content(load_runs(folders), title, not_run or {})))
+    atomic_write(target, document(_HERE / "report.html.j2", **_content(load_runs(folders))))
     return target
 
 
@@ -144,20 +137,18 @@ def _template(path: Path) -> Any:
     return found.get_template(path.name)
 
 
-def _content(runs: Sequence[Run], title: Sequence[str], not_run: Mapping[str, str]) -> dict[str, Any]:
+def _content(runs: Sequence[Run]) -> dict[str, Any]:
     steps = [step for run in runs for series in run.series.values() for step in series.steps]
     steps += [event.step for run in runs for event in run.alerts]
-    heading, *lines = title or [runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"]
+    heading = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     events = sorted(
         ((place, event) for place, run in enumerate(runs) for event in run.events), key=lambda item: item[1].step
     )
     return {
         "title": f"{heading} - training report",
         "heading": heading,
-        "lines": lines,
         "runs": runs,
         "numbered": list(enumerate(runs)),
-        "not_run": not_run,
         "alerts": [item for item in events if item[1].is_alert],
         "notices": [item for item in events if not item[1].is_alert],
         "payload": {

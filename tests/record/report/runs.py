@@ -34,7 +34,6 @@ def reading(step: int, shift: float = 0.0) -> dict[str, Any]:
         "health/mfu": 0.31,
         "health/memory_peak_gib": 2.5,
         "health/memory_allocated_gib": 1.25,
-        "health/memory_reserved_gib": 3.0,
     }
 
 

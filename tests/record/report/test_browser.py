@@ -30,7 +30,6 @@ LINES = {
     "Memory": {
         "peak": "health/memory_peak_gib",
         "allocated": "health/memory_allocated_gib",
-        "reserved": "health/memory_reserved_gib",
     },
 }
 Show = Callable[..., Shown]
