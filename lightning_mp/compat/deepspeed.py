@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 import weakref
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,32 +21,6 @@ def restore_linear() -> None:
     """Put torch's own ``functional.linear`` back, which stage 3 replaces for the process and leaves replaced."""
     if functional.linear.__module__ == "deepspeed.runtime.zero.linear":
         functional.linear = cast("Any", torch)._C._nn.linear
-
-
-#: how long another build of an extension may take without a word
-LOCKED_SECONDS = 30.0
-
-
-@contextmanager
-def tells_of_locks() -> Generator[None, None, None]:
-    """Within it, who waits for torch's lock on an extension says so: a build that was killed leaves it for ever."""
-    from torch.utils import cpp_extension
-
-    class Baton(cpp_extension.FileBaton):
-        def wait(self) -> None:
-            began: float | None = time.monotonic()
-            while Path(self.lock_file_path).exists():
-                time.sleep(self.wait_seconds)
-                if began is not None and time.monotonic() - began > LOCKED_SECONDS:
-                    began = None
-                    warnings.warn(
-                        f"Waiting for {self.lock_file_path}: another process builds this extension of DeepSpeed's, or "
-                        "one that was killed has left the file. If none is running, delete it.",
-                        stacklevel=2,
-                    )
-
-    with patched(cpp_extension, FileBaton=Baton):
-        yield
 
 
 #: by module, the ZeRO optimizer that put its hooks into it last, and which they keep alive
@@ -278,11 +249,6 @@ class HalfGroups:
         self._hold(torch.float32)
         if gather:
             self._zero.update_lp_params()
-
-
-def trained_groups(zero: Any) -> list[list[Tensor]]:
-    """The parameters of a ZeRO-1 or 2 optimizer, by param group."""
-    return zero.bit16_groups
 
 
 # ------------------------------------------------------------------ what this rank has of a parameter

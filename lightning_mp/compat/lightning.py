@@ -14,10 +14,10 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.compat import patched
 from lightning_mp.errors import PlanError
@@ -56,27 +56,17 @@ _FABRIC_MODULES = (
 )
 
 
-def imported() -> list[str]:
-    """The copies that the program has imported, in that order."""
-    return [name for name, module in [*sys.modules.items()] if name in COPIES and module]
-
-
 @cache
 def host() -> str:
     """The copy that was imported first when this was first asked; where none was, one that is installed."""
-    return next(iter(imported()), "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
-
-
-def other() -> str:
-    """The copy that is not used."""
-    return next(copy for copy in COPIES if copy != host())
+    imported = (name for name, module in [*sys.modules.items()] if name in COPIES and module)
+    return next(imported, "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
 
 @cache
-def of_copy(copy: str, name: str) -> Any:
-    """``name`` of one of the two copies, also where it is private there."""
-    places = [(copy, below) for below in _TRAINER_MODULES] + [(COPIES[copy], below) for below in _FABRIC_MODULES]
-    for spelled in (name, f"_{name}"):
+def __getattr__(name: str) -> Any:
+    places = [(host(), below) for below in _TRAINER_MODULES] + [(COPIES[host()], below) for below in _FABRIC_MODULES]
+    for spelled in () if name.startswith("_") else (name, f"_{name}"):
         for package, below in places:
             module = import_module(f"{package}.{below}" if below else package)
             if hasattr(module, spelled):
@@ -84,27 +74,7 @@ def of_copy(copy: str, name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return of_copy(host(), name)
-
-
 # ------------------------------------------------------------------ a program that imports both copies
-
-
-def meet_other_copy(cls: type, base: str) -> None:
-    """Give ``cls`` the class ``base`` of the other copy too, and that copy the ``mp_*`` names, where it is imported.
-
-    Its Trainer says no more than "invalid type" otherwise: now :func:`check_copy` says what to write.
-    """
-    if other() not in imported():
-        return
-    theirs, registry = of_copy(other(), base), of_copy(other(), "StrategyRegistry")
-    if theirs not in cls.__mro__:
-        cls.__bases__ = (*cls.__bases__, theirs)
-    for name in [known for known in of_copy(host(), "StrategyRegistry") if known.startswith("mp_")]:
-        registry.register(name, partial(_refuse, f"a Trainer with strategy={name!r}", "Trainer"), override=True)
 
 
 def check_copy(thing: object, subject: str) -> None:
@@ -113,13 +83,14 @@ def check_copy(thing: object, subject: str) -> None:
     Raises:
         PlanError: ``thing`` is made of the copy of Lightning that this process does not use.
     """
-    if any(cls.__module__.startswith(f"{other()}.") for cls in type(thing).__mro__):
-        _refuse(f"a {type(thing).__name__}", subject)
-
-
-def _refuse(what: str, subject: str) -> NoReturn:
-    fix = f"write 'import {host()} as pl' throughout, or 'import {other()}' before every other import"
-    raise PlanError.of(f"{what} of {other()} where lightning_mp uses {host()}, imported first", fix, subject)
+    copy = host()
+    other = next(name for name in COPIES if name != copy)
+    if any(cls.__module__.startswith(f"{other}.") for cls in type(thing).__mro__):
+        raise PlanError.of(
+            f"a {type(thing).__name__} of {other} where lightning_mp uses {copy}, imported first",
+            f"write 'import {copy} as pl' throughout, or 'import {other}' before every other import",
+            subject,
+        )
 
 
 # ------------------------------------------------------------------ private names
@@ -251,23 +222,13 @@ def set_mesh(module: LightningModule, mesh: Any) -> None:
 # ------------------------------------------------------------------ what a Trainer prints
 
 
-def tidy_output(trainer: Any) -> Callable[[], None]:
-    """Leave out what says nothing under a plan; returns what undoes it.
-
-    The model summary warns that it cannot size a mixed precision (``ModelSummary.__init__``), and the rich bar of a run
-    without a limit of epochs counts them up to -2 (``RichProgressBar._get_train_description``).
-    """
+def tidy_output() -> Callable[[], None]:
+    """Leave out the model summary's warning that it cannot size a mixed precision; returns what undoes it."""
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
-    added, bar = warnings.filters[0], trainer.progress_bar_callback
-    endless = hasattr(bar, "_get_train_description") and trainer.max_epochs == -1
-    if endless:
-        described = bar._get_train_description
-        bar._get_train_description = lambda epoch: described(epoch).replace("/-2", "")
+    added = warnings.filters[0]
 
     def undo() -> None:
         with suppress(ValueError):  # whoever set filters of its own has dropped it
             cast("list[Any]", warnings.filters).remove(added)
-        if endless:
-            del bar._get_train_description
 
     return undo

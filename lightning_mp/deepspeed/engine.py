@@ -165,7 +165,8 @@ class ZeroEngine(StepEngine):
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
         split = self._writes is not None and self._writes.partitioned and not any(map(is_compiled, module.modules()))
-        away = ShardReads(module.named_parameters(), lambda one: not one.numel(), silent=True)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        away = ShardReads(names, lambda one: not one.numel())
         with super()._first_step(module), away if split else nullcontext():
             yield
 

@@ -24,10 +24,9 @@ from lightning_mp.compat.deepspeed import (
     gather_as,
     halve_masters,
     initialize,
+    partitions,
     reduce_as_stored,
     restore_linear,
-    tells_of_locks,
-    trained_groups,
 )
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
@@ -161,7 +160,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def setup_environment(self) -> None:
         super(DeepSpeedStrategy, self).setup_environment()  # past its refusal of anything but CUDA
 
-    @tells_of_locks()
     def setup_distributed(self) -> None:
         if self.root_device.type == "cuda":
             super().setup_distributed()
@@ -223,7 +221,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             faults.extend(fault for fault in error.faults if fault not in faults.found)
         return None
 
-    @tells_of_locks()
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, then hand the module and its optimizer to DeepSpeed."""
         assert self.accelerator is not None
@@ -409,7 +406,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             return False  # an engine without an optimizer takes whole weights only
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
-        flat = [group for zero in self.optimizers if self._stage < 3 for group in trained_groups(zero)]
+        flat = [group for zero in self.optimizers if self._stage < 3 for group, _ in partitions(zero)]
         groups = [[names[id(one)] for one in group] for group in flat]
         return alike and (not groups or loads_alike(Path(path), groups))
 

@@ -6,17 +6,16 @@ A shard is unscaled, checked and stepped as a whole parameter is; the norm and t
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.torch import is_compiled
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import Fault
 from lightning_mp.fsdp2.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import grads
@@ -36,14 +35,13 @@ class ShardedEngine(StepEngine):
         self._flat_groups: grads.Groups = ()
         self._unused: sharding_compat.UnusedParameters | None = None
         self._reads: ShardReads | None = None
-        self._seen: set[str] = set()
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and watch the units of FSDP1 or FSDP2."""
         self._flat_groups = flat_groups(model)
         self.steps = (("flat pieces", "sharded parameters"),) if self._flat_groups else ShardedEngine.steps
         super().connect(model, optimizers)
-        self._unused = None
+        self._unused = self._reads = None
         if optimizers:
             self._connected.callback(sharding_compat.sync_hooks_and_requires_grad(model))
             if self._flat_groups:
@@ -56,7 +54,7 @@ class ShardedEngine(StepEngine):
                 if unit is not model and isinstance(unit, (FSDPModule, FullyShardedDataParallel))
             }
             compiled = any(map(is_compiled, model.modules()))
-            self._reads, self._seen = None if compiled else self._reads_of(model), set()
+            self._reads = None if compiled else ShardReads(_pieces(model))
             self._connected.callback(FirstForward(model, units, self.device, compiled=compiled).release)
             if optimizers:
                 self._unused = sharding_compat.UnusedParameters(model, self.device)
@@ -74,40 +72,9 @@ class ShardedEngine(StepEngine):
         super().unscale(optimizer)
 
     @contextmanager
-    def training_step(self) -> Generator[None, None, None]:
-        """As in the base class, and watched."""
-        with super().training_step(), self.watch_reads("training_step"):
+    def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
+        with super()._first_step(module), nullcontext() if self._reads is None else self._reads:
             yield
-
-    def watch_reads(self, method: str) -> AbstractContextManager[Any]:
-        """Around a step: uses of sharded weights are watched in the first of ``method``, in all where it is needed."""
-        first = method not in self._seen
-        self._seen.add(method)
-        return self._reads if self._reads is not None and (first or self._reads.needed) else nullcontext()
-
-    def _reads_of(self, model: nn.Module) -> ShardReads:
-        named = ((plain_name(name), one) for name, one in model.named_parameters())
-        units = (unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel))
-        flat = {id(one) for unit in units for one, _ in sharding_compat.flat_members(unit)}
-        return ShardReads(
-            named, lambda one: isinstance(one, DTensor) or id(one) in flat, silent=bool(self._flat_groups)
-        )
-
-    def explain(self, error: RuntimeError) -> None:
-        """Say why a backward pass failed.
-
-        Raises:
-            PlanError: a sharded weight was used in the step, or the pass went through one before it.
-        """
-        if self._reads is not None:
-            self._reads.explain(error)
-        if "setStorage" in str(error):
-            raise PlanError.of(
-                "a backward pass through another one (create_graph=True, as for a gradient penalty) met weights that "
-                "the first one had let go: they are gathered for one pass",
-                "use strategy='mp_ddp', or leave out wrap=, which keeps a small model in one unit",
-                "strategy",
-            ) from error
 
     def after_backward(self) -> None:
         """Reduce partial gradients, and unscale them, before users look at them."""
@@ -130,6 +97,14 @@ class ShardedEngine(StepEngine):
         parameters = grads.parameters_of(optimizer)
         self.last_norm = grads.global_norm(parameters, self.device, self._flat_groups)
         grads.clip_to_(parameters, max_norm, self.last_norm)
+
+
+def _pieces(model: nn.Module) -> dict[int, str]:
+    """The names of what this rank holds of sharded parameters, by ``id``."""
+    units = (unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel))
+    flat = (one for unit in units for one, _ in sharding_compat.flat_members(unit))
+    pieces = {id(one) for one in (*flat, *(one.shard for one in sharding_compat.GatherExtensions.of(model)))}
+    return {id(one): plain_name(name) for name, one in model.named_parameters() if id(one) in pieces}
 
 
 def flat_groups(model: nn.Module | None) -> grads.Groups:

@@ -5,10 +5,10 @@ Ranks that gather other weights than one another, or in another order, would wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -21,16 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.compat.torch import in_backward
 from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
 from lightning_mp.errors import PlanError
-from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.dtypes import map_tensors, tensors_in
+from lightning_mp.numerics.dtypes import tensors_in
 from lightning_mp.plan.alike import extremes
 from lightning_mp.plan.engine import StepEngine
 
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
-#: set on what was made of a sharded weight and has no gradient, to the weight's name; and where no value was read
-_MADE_OF, _CONSTANT = "lmp_made_of", "lmp_constant"
 _END = "the end of the step"
 
 
@@ -65,72 +62,32 @@ def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> C
 
 
 class ShardReads(TorchFunctionMode):
-    """Within it, a use of one of ``named`` that is ``away``, and of which a gradient would be taken.
+    """Within it, what is computed from the piece of a weight, of which a gradient would be taken, is refused.
 
-    What is made without reading values (``weight.new_zeros(...)``) becomes a plain tensor where it meets plain ones.
+    Torch would go on with the piece, or fail later without a name.
 
     Args:
-        named: the parameters as they are while they are sharded.
-        away: whether one is.
-        silent: torch would compute with the piece; else it fails sooner or later, and ``explain`` says why.
+        names: of parameters, by ``id``.
+        away: whether one of them is sharded at that moment.
     """
 
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], away: Callable[[Tensor], bool], *, silent: bool
-    ) -> None:
+    def __init__(self, names: Mapping[int, str], away: Callable[[Tensor], bool] = lambda _piece: True) -> None:
         super().__init__()
-        self._names = {id(parameter): name for name, parameter in named}
-        self._away, self._silent = away, silent
-        self._read: str | None = None
-        #: something met plain tensors: every step does so
-        self.needed = False
+        self._names, self._away = names, away
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # of what is cast like a second tensor, the values of that one are not read
-        name = self._name_in(args[:1] if func in _CASTS_AS else (*args, *(kwargs or {}).values()))
+        given = tensors_in(args[:1] if func in _CASTS_AS else [args, kwargs or {}])
+        name = next((self._names[id(one)] for one in given if id(one) in self._names and self._away(one)), None)
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            given = [args, kwargs or {}]
-            plain = map_tensors(given, lambda one: cast("DTensor", one).full_tensor() if _is_constant(one) else one)
-            result = None if plain is given else func(*plain[0], **plain[1])
-            # zeros[0] = x, or zeros.add_(x), would write into a copy
-            if result is not None and not (args and result is plain[0][0] is not args[0]):
-                self.needed = True
-                return result
-            self._read = name or self._read
-            self.explain(error)
+            if name is not None:
+                raise _refused(name) from error
             raise
-        if name is None or not isinstance(result, Tensor) or any(result is one for one in args[:1]):
-            return result
-        if result.requires_grad:
-            if self._silent:
-                raise _refused(name)
-            self._read = self._read or name
-        if isinstance(result, DTensor):
-            setattr(result, _MADE_OF, name)
-            shards = [one for one in tensors_in([args, kwargs or {}]) if isinstance(one, DTensor)]
-            if reads_no_value(getattr(func, "__name__", "")) or all(map(_is_constant, shards)):
-                setattr(result, _CONSTANT, True)
+        if name is not None and isinstance(result, Tensor) and result.requires_grad and result is not given[0]:
+            raise _refused(name)
         return result
-
-    def explain(self, error: RuntimeError) -> None:
-        """Name the weight that was used before torch failed so.
-
-        Raises:
-            PlanError: where one was, and the error is of the kind to which that leads.
-        """
-        kind = any(word in str(error) for word in ("DTensor", "size mismatch", "must be a matrix"))
-        if self._read is not None and kind and not isinstance(error, PlanError):
-            raise _refused(self._read) from error
-
-    def _name_in(self, arguments: Any) -> str | None:
-        away = filter(self._away, tensors_in(arguments))
-        return next(filter(None, (self._names.get(id(one)) or getattr(one, _MADE_OF, None) for one in away)), None)
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    return hasattr(tensor, _CONSTANT)
 
 
 def _refused(name: str) -> PlanError:

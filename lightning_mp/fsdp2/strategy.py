@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, cast
 
 import torch
@@ -55,7 +55,6 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.for_strategy import check_users_sharding
-from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy import FP8, PrecisionPolicy
 from lightning_mp.strategies.base import plan_of, refuse_callbacks, refuse_weights
 from lightning_mp.strategies.checkpoint_io import PlanStrategy
@@ -131,14 +130,6 @@ class FP8Gather:
 
 
 # ------------------------------------------------------------------ the strategies
-
-
-def _step(name: str, context: str) -> Any:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with getattr(self.precision_plugin, context)():
-            return self._as_forward(name, args, kwargs)
-
-    return step
 
 
 class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
@@ -303,7 +294,9 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             units, styles = layout
             with sharding_compat.hooks_kept(module):
                 broadcast_from_first(module, self.root_device)
-                self._split_layers(module, styles)  # tensor parallel, on whole weights
+                if self._tensor_parallel > 1:  # on whole weights
+                    mesh = self.device_mesh["tensor_parallel"]
+                    tensor_parallel.parallelize(module, styles, mesh, partial(self._make_whole, module))
                 if self.sharding.compile:  # after checkpointing, before sharding: FSDP's hooks stay eager
                     for block in units.blocks:
                         block.compile()
@@ -312,17 +305,16 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         assert plan.engine is not None
         # Units know now which weights they gather, and by what extension.
         self._gather_halves(half_weights.survey(module, plan.engine.pin_map, plan.policy), plan.policy)
-        self._fp8_gather = self._gathers_fp8(plan)
+        rule, conversion = plan.policy.fp8, plan.engine.fp8
+        self._fp8_gather = None
+        if rule is not None and rule.all_gather and conversion and self._sharded:
+            group = self._shard_mesh.get_group(-1)
+            self._fp8_gather = FP8Gather(module, conversion.converted.values(), group, rule)
 
-    def _split_layers(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
-        if self._tensor_parallel <= 1:
-            return
-
-        def make(module: nn.Module) -> None:  # before it is split: a device holds one module in full at a time
-            materialize(module, model, self.root_device, self.root_device)
-            module.to(self.root_device)
-
-        tensor_parallel.parallelize(model, styles, self.device_mesh["tensor_parallel"], make)
+    def _make_whole(self, model: nn.Module, part: nn.Module) -> None:
+        """Before ``part`` is split: a device holds one module in full at a time."""
+        materialize(part, model, self.root_device, self.root_device)
+        part.to(self.root_device)
 
     def _gather_halves(self, weights: Iterable[half_weights.Weight], policy: PrecisionPolicy) -> None:
         """Gather those ``weights`` that have no reason against it in autocast's dtype, all others as they are stored.
@@ -334,12 +326,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         free = [weight for weight in weights if weight.reason is None]
         names = {(id(module), key): weight.name for weight in free for module, key in weight.places}
         sharding_compat.gather_halves(self._user_module, names, to_torch(policy.compute_dtype), AutocastWeight)
-
-    def _gathers_fp8(self, plan: MixedPrecisionPlan) -> FP8Gather | None:
-        rule, conversion = plan.policy.fp8, plan.engine and plan.engine.fp8
-        if rule is None or not rule.all_gather or not conversion or not self._sharded:
-            return None
-        return FP8Gather(self._user_module, conversion.converted.values(), self._shard_mesh.get_group(-1), rule)
 
     def teardown(self) -> None:
         """Wait for a checkpoint; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
@@ -360,25 +346,18 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     # ------------------------------------------------------------------ steps
 
-    training_step: Any = _step("training_step", "train_step_context")
-    validation_step: Any = _step("validation_step", "val_step_context")
-    test_step: Any = _step("test_step", "test_step_context")
-    predict_step: Any = _step("predict_step", "predict_step_context")
-
-    def _as_forward(self, method: str, args: Any, kwargs: Any) -> Any:
+    def _as_forward(self, method: str, context: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
-        module = self._user_module
-        training, engine = method == "training_step", plan_of(self).engine
-        assert isinstance(engine, ShardedEngine)
+        plan, module, training = self.precision_plugin, self.lightning_module, method == "training_step"
+        assert module is not None
         manual = training and not module.automatic_optimization
         if self._fp8_gather is not None:
             self._fp8_gather.before_step(training=training)
         patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
         # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
         torch.backends.mha.set_fastpath_enabled(False)
-        around = nullcontext() if training else engine.watch_reads(method)
         try:
-            with self._gathered_again() if manual else around:
+            with getattr(plan, context)(), self._gathered_again() if manual else nullcontext():
                 output = self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
@@ -388,6 +367,11 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if isinstance(module, FSDPModule) and (not training or manual or output is None):
             module.reshard()
         return output
+
+    training_step: Any = partialmethod(_as_forward, "training_step", "train_step_context")
+    validation_step: Any = partialmethod(_as_forward, "validation_step", "val_step_context")
+    test_step: Any = partialmethod(_as_forward, "test_step", "test_step_context")
+    predict_step: Any = partialmethod(_as_forward, "predict_step", "predict_step_context")
 
     @contextmanager
     def _gathered_again(self) -> Generator[None, None, None]:
@@ -418,16 +402,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._backward_inside and closure_loss.requires_grad:
             sharding_compat.before_backward_from(closure_loss, self._user_module)
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """As the host does; what fails for a sharded weight in the loss names it."""
-        try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        except RuntimeError as error:
-            engine = plan_of(self).engine
-            if isinstance(engine, ShardedEngine):
-                engine.explain(error)
-            raise
 
     def _share_buffers(self) -> None:
         """Rank 0's, as under DDP: the model is evaluated with what is saved."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any, cast
 
 import torch
@@ -127,19 +127,18 @@ def shard_groups(gradient: Tensor, plain: Groups) -> Groups:
     """The process groups ``gradient`` is split over; ``plain`` for a plain tensor, which has no placements."""
     if not hasattr(gradient, "to_local"):
         return plain
-    sharded = cast("Any", gradient)
-    dimensions = enumerate(sharded.placements)
-    # a split may also be a strided one (FSDP over tensor parallel), which does not call itself a Shard
-    return tuple(sharded.device_mesh.get_group(index) for index, kind in dimensions if not kind.is_replicate())
+    sharded, groups = cast("Any", gradient), list[dist.ProcessGroup]()
+    for index, kind in enumerate(sharded.placements):
+        if not kind.is_replicate():  # a split may also be a strided one, which does not call itself a Shard
+            groups.append(sharded.device_mesh.get_group(index))
+    return tuple(groups)
 
 
 def sum_partial_(parameters: Iterable[Tensor]) -> None:
     """Sum gradients over ranks that are still partial, as tensor parallelism leaves some."""
     for parameter in parameters:
         gradient = cast("Any", parameter.grad)
-        if gradient is None or not hasattr(gradient, "to_local"):
-            continue
-        if any(kind.is_partial() for kind in gradient.placements):
+        if hasattr(gradient, "to_local") and any(map(methodcaller("is_partial"), gradient.placements)):
             parameter.grad = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
 
 
@@ -232,7 +231,9 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
     A fused optimizer takes the flag on the device. Any other has to be asked for on the host: ``read(found_inf)``.
     Returns what the optimizer returned, ``None`` where it was not called.
     """
-    if not compat.takes_flag(optimizer) or _is_offloaded(optimizer, found_inf) or _makes_momentum(optimizer):
+    # torch's fused optimizers copy the flag to the host without waiting for it, and their kernel reads it at once
+    offloaded = found_inf.device.type != "cpu" and any(one.device.type == "cpu" for one in parameters_of(optimizer))
+    if not compat.takes_flag(optimizer) or offloaded or _makes_momentum(optimizer):
         return None if read(found_inf) else optimizer.step(**kwargs)
     flagged = cast("Any", optimizer)
     flagged.grad_scale, flagged.found_inf = None, found_inf
@@ -240,12 +241,6 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
         return optimizer.step(**kwargs)
     finally:
         del flagged.grad_scale, flagged.found_inf
-
-
-def _is_offloaded(optimizer: Optimizer, found_inf: Tensor) -> bool:
-    # torch's fused optimizers copy the flag to the host without waiting for it, and their kernel reads it at once
-    on_cpu = (parameter.device.type == "cpu" for parameter in parameters_of(optimizer))
-    return found_inf.device.type != "cpu" and any(on_cpu)
 
 
 def _makes_momentum(optimizer: Optimizer) -> bool:

@@ -24,7 +24,6 @@ from lightning_mp.compat.lightning import (
     TrainerFn,
     TrainerStatus,
     check_copy,
-    meet_other_copy,
     rank_zero_warn,
     tidy_output,
     trainer_of,
@@ -103,7 +102,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         reduce_dtype: str | None = None,
         buffer_dtype: str | None = None,
     ) -> None:
-        meet_other_copy(MixedPrecisionPlan, "FSDPPrecision")
         dtypes: dict[str, Any] = {"precision": precision, "tf32": tf32, "reduce_dtype": reduce_dtype or "fp32"}
         steps: dict[str, Any] = {"loss_scaling": loss_scaling, "nonfinite": nonfinite, "buffer_dtype": buffer_dtype}
         modules: dict[str, Any] = {"pins": pins, "checkpointing": checkpointing, "fp8": fp8}
@@ -129,10 +127,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
 
         Raises:
-            PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.
+            PlanError: an unknown key or a bad value; every fault is named at once.
         """
-        with load.named_lines(config):
-            return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
+        return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_run": self._run.copy(), "_runs": Runs()}
@@ -238,7 +235,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         from lightning_mp.preflight.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
 
         warn_at_fit(module, self.policy)
-        self._run.cleanup.callback(tidy_output(trainer))
+        self._run.cleanup.callback(tidy_output())
         began(engine, module, trainer)
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:

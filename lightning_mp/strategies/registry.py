@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.compat import check_versions, lightning
-from lightning_mp.compat.lightning import meet_other_copy
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.policy import PrecisionPolicy
 
@@ -117,7 +116,6 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
                 faults.add(given, allowed=", ".join(allowed), fix=fix)
         check_versions(faults, "torch", "lightning")
     checked = {"policy": policy} if "policy" in own else {}
-    meet_other_copy(cls, "Strategy")
     return cls(**entry.fixed, **checked, **overrides)
 
 

@@ -36,7 +36,7 @@ def printed(*command: str, cwd: Path | None = None) -> str:
 
 BOTH = """
 import {first} as ours
-from lightning_mp import MixedPrecisionPlan, PlanError, audit, doctor, make_strategy
+from lightning_mp import MixedPrecisionPlan, PlanError, audit, doctor
 from lightning_mp.callbacks import *
 import {second} as pl
 from torch.optim import SGD
@@ -63,9 +63,6 @@ def plan():
     return MixedPrecisionPlan("bf16-mixed")
 
 ways = {{
-    "plugin": lambda: fit(plugins=[plan()]),
-    "name": lambda: fit(plugins=[plan()], strategy="mp_ddp"),
-    "strategy": lambda: fit(plugins=[plan()], strategy=make_strategy("fsdp2", plan())),
     **{{c.__name__: lambda c=c: fit(callbacks=[c()]) for c in (LossScaleMonitor, PrecisionAudit, TrainingHealth)}},
     "DtypePinning": lambda: fit(callbacks=[DtypePinning({{"net": "fp32"}})]),
     "audit": lambda: audit(Net()),

@@ -20,7 +20,6 @@ from support.fsdp2_models import (
     OnMeta,
     Parts,
     Refused,
-    Shapes,
     UsersOwn,
 )
 from support.models import Regression, same_weights
@@ -37,7 +36,6 @@ CLIP = {"gradient_clip_val": 0.5}
 
 WAYS: dict[str, Both] = {
     "Direct": Both("16-mixed", Direct, PINS | CLIP),
-    "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
 }
 HALF = {"bf16-true": "bfloat16", "16-true": "float16"}
@@ -71,7 +69,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "several": ("3 errors", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
     "lbfgs": ("LBFGS, which evaluates its closure again, on sharded parameters", "AdamW"),
     "weights": ("2 errors", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
-    **dict.fromkeys(("penalty", "written"), ("'net.0.weight' used in the step outside of the unit",)),
+    "penalty": ("'net.0.weight' used in the step outside of the unit",),
     "second storage": ("6 parameters sharded already", "bf16"),
 }
 

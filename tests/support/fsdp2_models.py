@@ -55,17 +55,6 @@ class Direct(Ranked):
         return (out.float() - y).pow(2).mean() + self.gain.pow(2).sum() + again.pow(2)
 
 
-class Shapes(Ranked):
-    """Takes the shape, dtype or device of another unit's weight, and no value, in training and validation."""
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        weight = next(self.net.parameters())
-        start = weight.new_zeros(len(x), weight.shape[1]).float() + weight.new_ones(1)
-        x = torch.where(x > 0, torch.cat([x, torch.zeros_like(weight)])[: len(x)] + x, start).to(weight)
-        return super().loss((x.type_as(weight), y)) + torch.full_like(weight[0], 0.5).dot(x[0].float())
-
-
 class Parts(Ranked):
     """Never calls the net itself: only what it holds, reads weights, and only some get gradients."""
 
@@ -301,15 +290,8 @@ class Reads(Ranked):
         return super().loss((x, y)) + self.read(self.net, x)
 
 
-def _written(net: Any, x: Tensor) -> Tensor:
-    zeros = net[0].weight.new_zeros(2)
-    zeros[0] = x.sum()
-    return zeros.sum()
-
-
 WAYS: dict[str, Callable[[], Any]] = {
     "penalty": lambda: _fitted(Reads(lambda net, x: net[0].weight.float().pow(2).sum()), fsdp2(wrap="Linear")),
-    "written": lambda: _fitted(Reads(_written), fsdp2(wrap="Linear")),
     "weights": lambda: _fitted(Unfit(), fsdp2()),
     "no plan": lambda: fit(Ranked(), plugins=[HalfPrecision("bf16-true")], **fsdp2()),
     "wrap": lambda: _fitted(Ranked(), fsdp2(wrap="Lineal")),
