@@ -63,8 +63,12 @@ def host() -> str:
     return next(imported, "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
 
-@cache
 def __getattr__(name: str) -> Any:
+    return _found(name)
+
+
+@cache
+def _found(name: str) -> Any:
     places = [(host(), below) for below in _TRAINER_MODULES] + [(COPIES[host()], below) for below in _FABRIC_MODULES]
     for spelled in () if name.startswith("_") else (name, f"_{name}"):
         for package, below in places:
