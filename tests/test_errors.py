@@ -6,12 +6,12 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from lightning_mp import LossScaleError, MissingExtraError, NonFiniteError, PlanError
-from lightning_mp.errors import Fault, Faults, is_number, is_whole
+from lightning_mp.checkpoints import CheckpointFormatError
+from lightning_mp.errors import Fault, Faults
 
 FAULTS = (Fault("x=1", allowed="2", fix="write 2"), Fault("y='a'", allowed="'b'", fix="choose 'b'"))
 
@@ -32,6 +32,7 @@ ERRORS: dict[str, Exception] = {
     "PlanError": PlanError(FAULTS, "Pin"),
     "NonFiniteError": NonFiniteError("bad", rank=1, step=2, module="m", parameter="m.w"),
     "LossScaleError": LossScaleError("bad", rank=0, step=3),
+    "CheckpointFormatError": CheckpointFormatError("a", "b", "c"),
     "MissingExtraError": MissingExtraError("peft", "hf", "LoRA"),
 }
 
@@ -71,11 +72,3 @@ def test_faults_are_collected_and_raised_together_and_hide_no_other_error() -> N
     assert all(f"{number}. {fault}" in str(error.value) for number, fault in enumerate(FAULTS, start=1))
     with pytest.raises(KeyError):
         _failing_with_a_fault()
-
-
-@pytest.mark.parametrize(
-    ("value", "number", "whole"),
-    [(-2, True, True), (1.0, True, False), (True, False, False), (float("nan"), False, False), ("1", False, False)],
-)
-def test_what_is_a_number(value: Any, number: bool, whole: bool) -> None:
-    assert (is_number(value), is_whole(value)) == (number, whole)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.optim import SGD, Adagrad, AdamW
+from torch.utils.data import DataLoader
 
-from lightning_mp import NonFiniteError
+from lightning_mp import LossScaleError, LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
 from support.cells import WHOLE
-from support.models import Regression, same_weights, weights
+from support.manual import Pair, in_turn
+from support.models import Regression, batches, same_weights, weights
 from support.nonfinite import BAD, FAULTS, STOCK, Breaks, without
-from support.oracles import stock_for
-from support.running import fit
+from support.oracles import plan_for, stock_for
+from support.running import fit, trainer
+from support.saving import ResumableBatches, SaveAt
 from support.traces import Trace
 
 OPTIMIZERS: dict[str, Any] = {
@@ -186,3 +191,175 @@ def test_a_run_that_applied_no_step_ends_as_an_error(
 
 def test_stocks_scaler_may_still_look_for_its_scale_when_a_run_ends(guard: Any) -> None:
     fit(Breaks("gradient", tuple(range(8))), callbacks=[guard()], max_steps=5, **stock_for("16-mixed"))
+
+
+# ---------------------------------------------------------------------- all kinds of runs
+
+
+# ---------------------------------------------------------------------- manual optimization and other optimizers
+
+
+@every_mode
+@pytest.mark.parametrize("which", ["net", "other", "net other"])
+def test_of_several_optimizers_the_bad_one_skips(guard: Any, which: str, mode: str) -> None:
+    watched, trace = guard(), Trace()
+    fit(Pair(in_turn, {BAD: which}), callbacks=[watched, trace], **stock_for(mode))
+    before, after = trace.weights[BAD - 1], trace.weights[BAD]
+    assert {name.split(".")[0] for name in before if torch.equal(before[name], after[name])} == set(which.split())
+    assert (watched.skipped_steps, watched.applied_steps) == (len(which.split()), 16 - len(which.split()))
+    assert len(watched.events) == 1
+    assert watched.events[0].module.startswith(which.split()[0])
+
+
+def test_an_optimizer_that_needs_its_closure_is_refused(guard: Any) -> None:
+    module = Regression(torch.optim.LBFGS)
+    with pytest.raises(PlanError, match="LBFGS moves weights between two evaluations"):
+        fit(module, callbacks=[guard()])
+    assert module.losses == []
+
+
+@pytest.mark.parametrize("where", ["on_after_backward", "on_before_optimizer_step"])
+def test_a_gradient_that_a_hook_of_the_module_spoils_is_skipped_and_named(guard: Any, where: str) -> None:
+    class Spoils(Regression):
+        def _spoil(self, *_: Any) -> None:
+            if self.trainer.global_step == BAD:
+                self.net[0].weight.grad[0, 0] = float("nan")  # type: ignore[index,union-attr]
+
+    module, watched = type("Hooked", (Spoils,), {where: Spoils._spoil})(), guard()
+    fit(module, callbacks=[watched])
+    (event,) = watched.events
+    assert (event.step, event.module, event.parameter) == (BAD, "net.0", "net.0.weight")
+    assert "changed after the backward pass" in event.cause
+    assert (watched.skipped_steps, watched.applied_steps) == (1, 7)
+    assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
+    assert "on_before_optimizer_step" not in vars(module)
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
+@every_mode
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_without_a_loss_after_a_bad_step_are_not_counted(guard: Any, mode: str, accumulate: int) -> None:
+    class Without(Breaks):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx > 2 * accumulate else super().training_step(batch, batch_idx)
+
+    watched = guard(max_consecutive=1)
+    fit(Without("loss", (2 * accumulate,)), callbacks=[watched], accumulate_grad_batches=accumulate, **stock_for(mode))
+    assert (watched.skipped_steps, watched.applied_steps, len(watched.events)) == (1, 2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None:UserWarning")
+@every_mode
+@pytest.mark.parametrize("empty", [(0,), (BAD + 1, BAD + 2), (1, BAD + 1)])
+def test_a_batch_that_is_none_is_no_step(guard: Any, empty: tuple[int, ...], mode: str) -> None:
+    """As a collate function hands over that found nothing in the batch; Lightning leaves it out."""
+    given = [None if batch_idx in empty else batch for batch_idx, batch in enumerate(batches())]
+    watched = guard(max_consecutive=1)
+    fit(Breaks("loss"), data=DataLoader(given, batch_size=None), callbacks=[watched], **stock_for(mode))
+    assert (watched.skipped_steps, watched.applied_steps) == (1, 7 - len(empty))
+    assert [(event.step, event.evidence["skips_in_a_row"]) for event in watched.events] == [
+        (BAD - sum(batch_idx < BAD for batch_idx in empty), 1)
+    ]
+
+
+# ---------------------------------------------------------------------- a lower learning rate
+
+
+# ---------------------------------------------------------------------- the callback itself
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"on_trip": "rewnd"}, "on_trip='rewnd'"),
+        ({"max_consecutive": -1}, "max_consecutive=-1"),
+        ({"max_consecutive": True}, "max_consecutive=True"),
+        ({"on_trip": "x", "max_consecutive": 1.5}, "2 errors"),
+    ],
+)
+def test_bad_arguments_are_refused_together(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        NonFiniteGuard(**arguments)
+
+
+def test_a_resumed_run_takes_the_counts_up(guard: Any, tmp_path: Path) -> None:
+    first, second = guard(), guard(max_consecutive=2)
+    fit(Breaks("loss", (1, 3)), callbacks=[first, SaveAt(tmp_path / "saved", 4)], data=ResumableBatches())
+    with pytest.raises(NonFiniteError) as caught:
+        fit(
+            Breaks("loss", (4, 5)),
+            callbacks=[second],
+            data=ResumableBatches(),
+            ckpt_path=tmp_path / "saved" / "4.ckpt",
+        )
+    assert caught.value.step == 5  # the skip of step 3 counts too
+    assert (second.skipped_steps, second.applied_steps) == (4, 2)
+
+
+# ---------------------------------------------------------------------- a plan does the same
+
+# A plan looks at gradients, and those of a loss of inf may be finite.
+SKIPPED = [how for how in FAULTS if how not in ("weight", "infinite loss")]
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def _saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "nonfinite").glob("*.pt"))
+
+
+def _plan(mode: str, folder: Path, **rule: Any) -> MixedPrecisionPlan:
+    return plan_for(mode, nonfinite=NonFinite(save_batch=True, run_dir=str(folder), **rule))
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("how", SKIPPED)
+def test_it_tells_and_saves_what_the_guard_does(how: str, mode: str, tmp_path: Path) -> None:
+    fit(Breaks(how), plugins=[_plan(mode, tmp_path / "plan")])
+    fit(Breaks(how), callbacks=[NonFiniteGuard(run_dir=tmp_path / "guard")], **stock_for(mode))
+    (told,), (other,) = _events(tmp_path / "plan"), _events(tmp_path / "guard")
+    for field in ("step", "kind", "severity", "rank", "module", "parameter", "cause", "action"):
+        assert told[field] == other[field], field
+    assert _saved(tmp_path / "plan") == _saved(tmp_path / "guard")
+
+
+@pytest.mark.parametrize("action", ["skip", "raise"])
+def test_the_batch_that_ends_the_run_is_saved_and_the_error_is_the_plans(action: str, tmp_path: Path) -> None:
+    def error(**rule: Any) -> NonFiniteError:
+        with pytest.raises(NonFiniteError) as caught:
+            fit(Breaks("loss"), plugins=[plan_for("32-true", nonfinite=NonFinite(action=action, **rule))])
+        return caught.value
+
+    budget = {"max_consecutive": 0}
+    saving, plain = error(save_batch=True, run_dir=str(tmp_path), **budget), error(**budget)
+    assert str(saving) == str(plain)
+    assert (saving.step, saving.module, saving.rank) == (plain.step, plain.module, plain.rank)
+    assert [event["action"] for event in _events(tmp_path)] == ["raise"]
+    assert len(_saved(tmp_path)) == 1
+
+
+def test_an_overflow_at_the_minimum_scale_stays_a_loss_scale_error(tmp_path: Path) -> None:
+    scaling = LossScaling(init_scale=1, min_scale=1, at_min="raise")
+    plan = MixedPrecisionPlan(
+        "16-mixed", loss_scaling=scaling, nonfinite=NonFinite(save_batch=True, run_dir=str(tmp_path))
+    )
+    with pytest.raises(LossScaleError, match="overflow at the minimum loss scale"):
+        fit(Breaks("gradient"), plugins=[plan])
+    assert len(_saved(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_trainers_callbacks_are_given_back(fails: bool, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            if fails:
+                raise RuntimeError("on purpose")
+
+    runner = trainer(plugins=[_plan("32-true", tmp_path)], callbacks=[Fails()])
+    before = list(runner.callbacks)
+    with pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext():
+        runner.fit(Breaks("loss", ()), batches())
+    assert runner.callbacks == before
+    fit(Breaks("loss", ()), plugins=[_plan("32-true", tmp_path)])  # the folder is free again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mp.bad_steps.replay import KeptBatch, Replayer
-from lightning_mp.numerics.rng import rng_state
+from lightning_mp.bad_steps.replay import Replayer
 from lightning_mp.plan.diagnosis import Diagnosis
 from support.cells import sampled
 from support.manual import Pair, in_turn
@@ -106,14 +104,6 @@ def test_a_window_waits_in_host_memory_and_is_gone_after_its_step() -> None:
 
     fit(Breaks("gradient", ()), callbacks=[Counts(when="never")], accumulate_grad_batches=4)
     assert max(alive) <= 5, alive  # and what the loop has fetched
-
-
-def test_what_the_batch_keeps_on_the_cpu_stays_there() -> None:
-    device, lengths = torch.device("meta"), torch.tensor([3, 2])  # pack_padded_sequence wants them on the CPU
-    kept = KeptBatch((torch.ones(2, 3), lengths), 0, 1, 0, rng_state(torch.device("cpu")), None, {})
-    assert kept.on_host().on(device)[1] is lengths
-    waits = replace(kept, moved=frozenset([id(kept.batch[0])]))
-    assert [tensor.device.type for tensor in waits.on(device)] == ["meta", "cpu"]
 
 
 def test_a_replay_that_fails_says_so_and_looks_at_the_gradients() -> None:

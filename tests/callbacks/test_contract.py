@@ -8,12 +8,15 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import lightning_mp.callbacks
 from lightning_mp import PlanError
@@ -79,6 +82,7 @@ def _shape(module: LightningModule) -> list[Any]:
         {name: (p.dtype, id(p)) for name, p in module.named_parameters()},
         [sorted(key for key in m.__dict__ if key.startswith("_lmp")) for m in module.modules()],
         [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in module.modules()],
+        "lr_scheduler_step" in vars(module),
     ]
 
 
@@ -205,11 +209,11 @@ _run_alone = cache(_run)
 
 @pytest.mark.parametrize("order", [list, reversed])
 def test_all_of_them_work_together(order: Any) -> None:
-    module = Regression()
+    module = Regression(scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5))
     before = _shape(module)
     fit(module, precision="bf16-mixed", callbacks=[_build(name) for name in order([*CALLBACKS])])
     assert _shape(module) == before
-    assert len(module.losses) == 8
+    assert module.lrs == [1e-2 * 0.5**step for step in range(8)]
 
 
 class Unoptimized(Regression):
@@ -231,3 +235,55 @@ def test_a_module_without_an_optimizer_takes_each_batch_once(mode: str) -> None:
     module = Unoptimized()
     fit(module, plugins=[plan_for(mode)], callbacks=[_build(name) for name in MONITORS])
     assert module.seen == 8
+
+
+# ---------------------------------------------------------------------- dispatch modes
+
+WATCHING: dict[str, Callable[[Path], Any]] = {
+    "health": lambda folder: TrainingHealth(folder, report=False),
+    "audit": lambda folder: PrecisionAudit(run_dir=folder),
+}
+ORDERS = [order for count in (1, 2) for order in permutations(WATCHING, count)]
+
+
+class LeftOut(Regression):
+    """The first batch of the first epoch ends it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.trainer.current_epoch == 0 else None
+
+
+class FailsInStep(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        raise KeyError(f"planned, at {loss}")
+
+
+class FailsBackward(Regression):
+    def on_after_backward(self) -> None:
+        raise KeyError("planned")
+
+
+@pytest.mark.parametrize("module", [LeftOut, FailsInStep, FailsBackward, Regression])
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_no_mode_stays_behind(order: tuple[str, ...], module: Any, tmp_path: Path) -> None:
+    runner = trainer(callbacks=[WATCHING[name](tmp_path) for name in order], max_epochs=2)
+    with pytest.raises(KeyError, match="planned") if module in (FailsInStep, FailsBackward) else nullcontext():
+        runner.fit(module(), batches())
+    assert not is_in_torch_dispatch_mode()
+    assert not {"training_step", "backward"} & vars(runner.strategy).keys()
+    counted = [callback for callback in runner.callbacks if isinstance(callback, TrainingHealth)]
+    if counted and (module is Regression or module is LeftOut):
+        assert len(counted[0].rows) == 8 * (2 if module is Regression else 1)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_none_is_there_between_the_passes(order: tuple[str, ...], tmp_path: Path) -> None:
+    found: list[bool] = []
+
+    class Looks(Regression):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            found.append(is_in_torch_dispatch_mode())
+
+    trainer(callbacks=[WATCHING[name](tmp_path) for name in order]).fit(Looks(), batches())
+    assert found == [False] * 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,3 @@ def test_what_is_none_of_them_is_refused(tmp_path: Path, names: tuple[str, ...],
     assert repr(str(place)) in message
     assert message.endswith(f"{caught.value.fault.fix[1:]}.")
     assert "\n" not in message
-
-
-def test_the_error_survives_a_process_boundary() -> None:
-    error = CheckpointFormatError("a", "b", "c")
-    copy = pickle.loads(pickle.dumps(error))
-    assert isinstance(copy, CheckpointFormatError)
-    assert (str(copy), copy.fault) == (str(error), error.fault)

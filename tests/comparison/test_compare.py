@@ -18,9 +18,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import FP8, MixedPrecisionPlan, PlanError, compare
+from lightning_mp import FP8, MixedPrecisionPlan, PlanError, PrecisionPolicy, compare
 from lightning_mp.comparison.compare import _Watch
+from lightning_mp.comparison.compare import read_plans as read
 from lightning_mp.compat import torchao
+from lightning_mp.errors import Faults
 
 WIDTH, ROWS, BATCH = 32, 48, 8
 #: every layer of Net converted, computed as on a GPU
@@ -128,15 +130,6 @@ def test_what_a_process_makes_once_is_not_the_first_plans_memory() -> None:
 
     first, second = compared("32-true,32-true", Reads, seeds=1, steps=2).plans
     assert first.peak_bytes == second.peak_bytes
-
-
-@pytest.mark.slow
-def test_data_that_a_function_makes_are_in_no_plans_memory() -> None:
-    def large() -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.ones(2**15, WIDTH), torch.ones(2**15, WIDTH)), batch_size=BATCH)
-
-    found = compared("32-true,bf16-mixed", loader=large, seeds=2, steps=2)
-    assert all(plan.peak_bytes.mean < 2**20 < 2**15 * WIDTH * 4 for plan in found.plans)
 
 
 def test_what_is_measured() -> None:
@@ -261,3 +254,50 @@ def test_weights_that_differ_are_refused() -> None:
     counter = iter(range(1, 9))
     with pytest.raises(PlanError, match="plan began with other weights"):
         compared("32-true,32-true", module, seeds=1)
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def _read(plans: Any) -> dict[str, PrecisionPolicy]:
+    faults = Faults()
+    found = read(plans, faults)
+    faults.raise_if_any()
+    return found
+
+
+def test_names(tmp_path: Path) -> None:
+    file = tmp_path / "narrow.yaml"
+    file.write_text("precision: fp8-mixed\nfp8: {recipe: tensorwise, small: convert}\n")
+    found = _read(f"bf16-mixed, fp16,a100,bf16-mixed,{file},{file}")
+    assert list(found) == ["bf16-mixed", "fp16", "a100", "bf16-mixed (2)", "narrow", "narrow (2)"]
+    assert found["fp16"].precision == "16-mixed"
+    assert found["a100"].tf32 == "high"
+    assert found["narrow"].fp8 == FP8(recipe="tensorwise", small="convert")
+
+
+def test_a_mapping_has_its_own_names() -> None:
+    plan = MixedPrecisionPlan("fp8-mixed", fp8="tensorwise")
+    found = _read({"one": plan, "two": {"precision": "32-true"}, "three": plan.policy})
+    assert list(found) == ["one", "two", "three"]
+    assert found["one"] == found["three"] == plan.policy
+    assert list(_read([plan, {"precision": "32-true"}])) == ["fp8-mixed", "32-true"]
+
+
+@pytest.mark.parametrize(
+    ("plans", "given", "fix"),
+    [
+        ("bf16-mixed,bf17-mixed", "plan 'bf17-mixed'", "'bf16-mixed'"),
+        ("bf16-mixed,none.yaml", "config 'none.yaml', which is no file", "path"),
+        ("bf16-mixed", "1 plan", "bf16-mixed,fp8-mixed"),
+        ("", "0 plans", "bf16-mixed,fp8-mixed"),
+        ([{"precision": "bf16-mixed", "pinz": {}}, "bf16"], "unknown key pinz", "'pins'"),
+        ([3.5, "bf16"], "plan 3.5", "bf16"),
+    ],
+)
+def test_refused_plans(plans: Any, given: str, fix: str) -> None:
+    faults = Faults()
+    read(plans, faults)
+    (fault,) = faults.found
+    assert given in fault.problem
+    assert fix in fault.fix or fix in fault.allowed

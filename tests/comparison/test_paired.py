@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, student_t
-from lightning_mp.policy import PrecisionPolicy
+from lightning_mp import PrecisionPolicy
+from lightning_mp.comparison.results import (
+    Comparison,
+    PlanResult,
+    RunResult,
+    compare_losses,
+    conclusion,
+    student_t,
+    write,
+)
+from record.report.browser import Shown, chromium
 
 
 # as scipy has them
@@ -67,15 +78,85 @@ def test_the_interval_is_the_means_second_minus_first() -> None:
     assert found.margin == pytest.approx(0.005)
 
 
-@pytest.mark.parametrize("width", [80, 110])
-def test_the_table_leaves_nothing_out_of_a_cell(width: int) -> None:
-    runs = tuple(RunResult(seed, (1.0,), 1.2 + seed, 61234.5 + 900 * seed, "tokens", 2**35 + seed) for seed in range(3))
-    names = "32-true", "bf16-mixed", "a_plan_with_quite_a_long_name"
-    plans = tuple(PlanResult(name, PrecisionPolicy(precision="bf16-mixed"), runs) for name in names)
-    losses = [(name, {run.seed: run.final_loss for run in runs}) for name in names]
-    pairs = tuple(compare_losses(losses[0], other, None) for other in losses[1:])
-    text = Comparison(plans, pairs, (0, 1, 2), 30, 3, {}).to_text(width)
-    assert "…" not in text
-    assert max(map(len, text.splitlines())) <= width
-    for whole in ("bf16-mixed", "62,134 ± 900", "32,768.0 ± 0.0", "same") if width == 110 else ("62,134", "same"):
-        assert whole in text
+# ---------------------------------------------------------------------- the page
+
+STEPS = 20
+
+
+def _plan(name: str, *gaps: float | None) -> PlanResult:
+    """Runs of straight lines that lie ``gaps`` above 2 - step / 20; None is a run that failed."""
+    runs = [
+        RunResult(seed, error="OutOfMemoryError: <full>")
+        if gap is None
+        else RunResult(
+            seed, tuple(2 - step / 20 + gap for step in range(STEPS)), 1.075 + gap, 1000.0 + seed, "tokens", 9
+        )
+        for seed, gap in enumerate(gaps)
+    ]
+    return PlanResult(name, PrecisionPolicy(precision="bf16-mixed"), tuple(runs))
+
+
+def _compared(*plans: PlanResult) -> Comparison:
+    losses = [(plan.name, {run.seed: run.final_loss for run in plan.runs}) for plan in plans]
+    about = {"module": "<Net>", "machine": {"device": "a CPU", "type": "cpu"}, "versions": {"torch": "2.13.0"}}
+    differences = tuple(compare_losses(losses[0], other, None) for other in losses[1:])
+    return Comparison(plans, differences, tuple(run.seed for run in plans[0].runs), STEPS, 2, about)
+
+
+def test_the_page_shows_the_curves_and_the_verdicts(tmp_path: Path) -> None:
+    plans = (_plan("bf16", 0.0, 0.1, 0.2), _plan("fp8", 0.3, 0.4, 0.5), _plan("<i>full", 0.0, None, None))
+    write(_compared(*plans), tmp_path)
+    with chromium() as browser:
+        for dark in (False, True):
+            shown = Shown(browser, (tmp_path / "compare.html").as_uri(), dark=dark)
+            charts = shown.charts()
+            difference = "Loss minus bf16's, mean of 3 seeds with its 95 % interval"
+            assert list(charts) == [difference, "Loss, mean of 3 seeds"]
+            (fp8, full) = charts[difference]["curves"]
+            assert fp8["y"] == pytest.approx([0.3] * STEPS)
+            assert full["y"] == pytest.approx([0.0] * STEPS)
+            low, high = charts[difference]["y"]
+            assert low < -0.005 < 0.3 < high  # the margin is in sight
+            text = shown.page.inner_text("main")
+            assert (
+                text.index("On this CPU use bf16")
+                < text.index("fp8: loss higher by 0.3, same speed")
+                < text.index("tokens")
+            )
+            for expected in ("worse", "undecided", "OutOfMemoryError: <full>", "+0.3000", "<Net>", "margin"):
+                assert expected in text
+            shown.close()
+            assert shown.messages == []
+            assert not [url for url in shown.requests[1:] if not url.startswith(("data:", "blob:"))]
+
+
+#: the losses of the second plan above those of the first, its speed, and the conclusion
+CONCLUSIONS = {
+    "faster": (
+        (0.0, 0.001, 0.0),
+        2.1,
+        "use fp8: same loss within ±0.0054, 2.1 × faster, 38 % less memory, against bf16.",
+    ),
+    "slower": ((0.0, 0.001, 0.0), 0.25, "use bf16: same loss as fp8, 4.0 × faster."),
+    "worse": ((0.3, 0.31, 0.3), 2.1, "use bf16: no other plan has its loss."),
+    "undecided": ((-0.3, 0.3, 0.1), 2.1, "Not decided between bf16 and fp8: the interval holds 0"),
+}
+
+
+@pytest.mark.parametrize("name", CONCLUSIONS)
+def test_the_first_sentence_says_which_plan_to_use(name: str) -> None:
+    gaps, speed, said = CONCLUSIONS[name]
+    first, second = _plan("bf16", 0.0, 0.0, 0.0), _plan("fp8", *gaps)
+    runs = [replace(run, rate=(run.rate or 0) * speed, peak_bytes=5_580) for run in second.runs]
+    first = replace(first, runs=tuple(replace(run, peak_bytes=9_000) for run in first.runs))
+    assert said in conclusion(_compared(first, replace(second, runs=tuple(runs))))
+    assert str(_compared(first, second)).startswith(("On this CPU", "Not decided"))
+
+
+def test_the_json_is_strict_and_has_every_loss(tmp_path: Path) -> None:
+    write(_compared(_plan("one", 0.0, 0.1), _plan("other", 0.0, float("nan"))), tmp_path)
+    found = json.loads((tmp_path / "compare.json").read_text(), parse_constant=pytest.fail)
+    assert found["verdict"] == "worse"
+    assert found["differences"][0]["differences"] == {"0": 0.0}
+    assert found["plans"][1]["runs"][1]["final_loss"] is None
+    assert [len(run["losses"]) for plan in found["plans"] for run in plan["runs"]] == [STEPS] * 4

@@ -122,16 +122,6 @@ def test_masters_are_the_weights_of_before_the_run(ranks: Ranks) -> None:
             assert torch.equal(master.view(-1), original[name].view(-1)[start : start + master.numel()])
 
 
-def test_bytes_are_the_hosts(ranks: Ranks) -> None:
-    """2 bytes an element that autocast alone computes with, 4 another; as many are gathered."""
-    for found in ranks.run(RUNS["llama"]):
-        half, fp32 = found["half"], found["fp32"]
-        assert (half["bytes"], fp32["bytes"]) == (319_360, 572_672)
-        assert half["bytes"] == fp32["bytes"] - 2 * half["halves"]
-        assert sum(half["steps"][2]["gathered"]) == half["bytes"]
-        assert sum(half["steps"][2]["reduced"]) == sum(fp32["steps"][2]["reduced"])
-
-
 def test_the_norm_to_clip_by_is_summed_by_groups(ranks: Ranks) -> None:
     """One more group of fp32 sums."""
     clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}

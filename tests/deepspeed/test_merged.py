@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_mp.deepspeed.merge import completed, compose
+from lightning_mp.deepspeed.merge import completed
 from lightning_mp.deepspeed.read import BLOCKS
 from lightning_mp.errors import PlanError
 from lightning_mp.policy.pieces import LossScaling
@@ -199,18 +199,6 @@ def test_what_a_json_may_not_hold_is_one_fault(user: dict[str, Any], given: str,
         assert fix in fault.fix
 
 
-def test_every_contradiction_is_reported_at_once() -> None:
-    user = {
-        "amp": {"enabled": True},
-        "nonsense": 1,
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False, "hysteresis": 4, "loss_scale_window": "1000"},
-        "zero_optimization": {"stage": 1},
-        "communication_data_type": "bf16",
-    }
-    assert len(faults_of(lambda: composed("16-mixed", user))) == 8
-
-
 # ---------------------------------------------------------------------- offloading, stages, rules
 
 
@@ -244,14 +232,6 @@ def test_deepspeed_reads_any_rule_as_far_as_it_can_be_said(rule: LossScaling, pr
     assert seen.consecutive_hysteresis == rule.consecutive_hysteresis
     assert "initial_scale_power" not in block or seen.initial_dynamic_scale() == rule.init_scale
     assert "min_loss_scale" not in block or seen.min_loss_scale == rule.min_scale
-
-
-def test_what_was_written_can_be_merged_again() -> None:
-    for precision in RESOLVED:
-        first = composed(precision, stage=3, offload_optimizer=True)
-        assert composed(precision, first, stage=3, offload_optimizer=True) == first
-    with pytest.raises(ValueError, match="auto"):
-        compose(policy("auto"), stage=2)
 
 
 def test_a_users_own_offloading_is_kept_and_completed(parse: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedules
 
-from lightning_mp.deepspeed.strategy import regroup, split_by_dtype
+from lightning_mp.deepspeed.strategy import split_by_dtype
 
 
 def _weight(dtype: torch.dtype = torch.float32, trained: bool = True) -> nn.Parameter:
@@ -85,11 +85,3 @@ def test_every_piece_follows_its_groups_schedule(name: str) -> None:
     schedule = SCHEDULES[name](optimizer)
     source_group = split_by_dtype(optimizer, schedule)
     assert _rates(optimizer, schedule) == [[rates[group] for group in source_group] for rates in expected]
-
-
-def test_lists_that_are_no_groups_stay_though_they_are_as_long() -> None:
-    state = {"base_lrs": [1.0, 2.0], "_milestones": [3, 5], "milestones": [3, 5], "_schedule_phases": [{}, {"a": 1}]}
-    regroup(state, 2, [1, 1, 0])
-    assert state["base_lrs"] == [2.0, 2.0, 1.0]
-    assert (state["_milestones"], state["milestones"]) == ([3, 5], [3, 5])
-    assert state["_schedule_phases"] == [{}, {"a": 1}]

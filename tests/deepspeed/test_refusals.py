@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lightning_mp import LossScaling, MissingExtraError, MixedPrecisionPlan, PlanError, make_strategy
-from lightning_mp.deepspeed.strategy import InsideEngine
 from lightning_mp.strategies import registry
 from support.models import Regression, same_weights, weights
 from support.running import trainer
@@ -175,55 +174,6 @@ def test_a_model_made_in_configure_model_needs_a_precision_under_stage_3() -> No
     strategy: Any = module.trainer.strategy
     with pytest.raises(PlanError, match=r"precision='auto' with configure_model"), strategy.model_sharded_context():
         pass
-
-
-@pytest.mark.parametrize(("stage", "name"), [(1, "mp_deepspeed_zero1"), (2, "mp_deepspeed_zero2")])
-def test_stock_deepspeed_is_refused_with_the_name_of_ours(stage: int, name: str) -> None:
-    module, plan = Regression(), _plan()
-    strategy = DeepSpeedStrategy(stage=stage, cluster_environment=LightningEnvironment())
-    module.trainer = trainer(plugins=[plan], strategy=strategy, devices=2)
-    with pytest.raises(PlanError, match=repr(name)):
-        plan.convert_module(module)
-
-
-class _Wrapper(nn.Module):
-    """A DeepSpeedEngine as far as a step is concerned: autocast is off inside."""
-
-    def __init__(self, module: nn.Module, fails: bool = False) -> None:
-        super().__init__()
-        self.module, self.fails = module, fails
-
-    def forward(self, *args: Any) -> Any:
-        if self.fails:
-            raise KeyError
-        with torch.autocast("cpu", enabled=False):
-            return self.module(*args)
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_step_runs_in_the_plans_context_inside_the_engine(own: bool, fails: bool) -> None:
-    """And the module's forward, the user's own on the instance included, is back before it and after a failure."""
-
-    class Asks(Regression):
-        def validation_step(self, x: Any) -> Any:
-            return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), self(x)
-
-        def forward(self, x: Any) -> Any:
-            return "class"
-
-    module = Asks()
-    if own:
-        module.forward = lambda x: "instance"  # type: ignore[method-assign]
-    before = dict(module.__dict__)
-    redirect = InsideEngine(_plan())
-    if fails:
-        with pytest.raises(KeyError):
-            redirect(_Wrapper(module, fails=True), module, "validation_step", 1)
-    else:
-        found = redirect(_Wrapper(module), module, "validation_step", 1)
-        assert found == (True, torch.float16, "instance" if own else "class")
-    assert module.__dict__ == before
 
 
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp import LossScaling, NonFiniteError, make_strategy
+from lightning_mp import LossScaling, make_strategy
 from lightning_mp.deepspeed import strategy as forward
 from support.collectives import Moved
 from support.comparing import of_sums, of_training, same, same_runs
@@ -104,35 +104,6 @@ class AsOnCuda:
     def run(self) -> dict[str, Any]:
         with fp16_supported():
             return self.both.run()
-
-
-class OverflowsOnce(Ranked):
-    """Has a gradient that is not finite in batch 2, and is finite when that batch is run again."""
-
-    again = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == BAD and not self.again:
-            self.again = True
-            hook = self.net[3].weight.register_hook(lambda gradient: (hook.remove(), gradient * math.inf)[1])
-        return loss
-
-
-@dataclass(frozen=True)
-class Named:
-    """The module that the error names."""
-
-    def run(self) -> str | None:
-        try:
-            trained("bf16-mixed", HOSTS["zero3"](), OverflowsOnce(), nonfinite="raise")
-        except NonFiniteError as error:
-            return error.module
-        return "none was raised"
-
-
-def test_stage_3_names_the_module_of_a_gradient_that_does_not_come_again(ranks: Ranks) -> None:
-    assert ranks.run(Named()) == ["net.3"] * 2
 
 
 # ------------------------------------------------------------------ checkpoints

@@ -1,4 +1,4 @@
-"""The plan's scale in a ZeRO optimizer, and the step around it, with the optimizer stood in for."""
+"""The plan's scale in a ZeRO optimizer, and a window that ends without a loss."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 
 from lightning_mp import LossScaling
 from lightning_mp.compat.deepspeed import PlanScale
-from lightning_mp.deepspeed.engine import ZeroEngine
 from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.policy import PrecisionPolicy
+from support.models import Regression
+from support.oracles import plan_for
+from support.ranks import in_a_process
+from support.running import fit
 
 host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
 
@@ -50,39 +52,21 @@ def test_a_checkpoint_holds_a_scaler_of_deepspeeds_with_the_scale(rule: LossScal
     assert getattr(alone, "scale_window", rule.growth_interval) == rule.growth_interval
 
 
-class _Zero:
-    """What the engine touches of a ZeRO optimizer."""
+class Declines(Regression):
+    """No loss comes from the last batch of its second window."""
 
-    dtype, clip_grad, cpu_offload = torch.float32, 0.0, False
-
-    def __init__(self) -> None:
-        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-
-    def reduce_ipg_grads(self) -> None:
-        """What sums gradients."""
-
-    def step(self, closure: Any = None) -> None:
-        """What the engine's step calls."""
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 3 else super().training_step(batch, batch_idx)
 
 
-class _DeepSpeed(torch.nn.Module):
-    """A DeepSpeedEngine in the midst of a window of accumulation."""
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return False
-
-
-def test_a_window_whose_last_batch_gave_no_loss_is_an_error_not_a_lost_update() -> None:
-    zero: Any = _Zero()
-    scaler = LossScaler()
-    engine = ZeroEngine(
-        PrecisionPolicy(precision="bf16-mixed"),
-        device=torch.device("cpu"),
-        scaler=scaler,
-        distributed=False,
-        global_step=lambda: 0,
-    )
-    engine.connect(_DeepSpeed(), [zero])
+def _declined() -> int:
+    plan = plan_for("bf16-mixed")
     with pytest.raises(RuntimeError, match=r"returned None on the last batch of a window.*Return a loss of zero"):
-        engine.step(zero)
-    assert scaler.attempts == 0
+        fit(Declines(), plugins=[plan], strategy="mp_deepspeed_zero2", accumulate_grad_batches=2)
+    return plan.applied_steps
+
+
+@pytest.mark.gloo
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+def test_a_window_whose_last_batch_gave_no_loss_is_an_error_not_a_lost_update() -> None:
+    assert in_a_process(_declined) == 1

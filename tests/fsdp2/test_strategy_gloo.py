@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_mp import PlanError
 from support.comparing import of_training, same_runs
 from support.fsdp2_models import (
     Bare,
@@ -22,10 +20,8 @@ from support.fsdp2_models import (
     Refused,
     UsersOwn,
 )
-from support.models import Regression, same_weights
-from support.oracles import plan_for
-from support.ranks import Ranks, in_a_process
-from support.running import fit
+from support.models import same_weights
+from support.ranks import Ranks
 from support.sharded import RATE, Both, Ranked
 
 pytestmark = pytest.mark.gloo
@@ -173,23 +169,3 @@ def test_a_users_own_sharding_means_the_same_or_is_refused(ranks: Ranks, case: s
 def test_bad_input_is_refused_before_the_first_step(ranks: Ranks, which: str) -> None:
     for said in ranks.run(Refused(which)):
         assert all(words.lower() in said.lower() for words in REFUSALS[which]), said
-
-
-class Called(Regression):
-    """Shards itself, and is called before the run: units that gather in bf16."""
-
-    def configure_model(self) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=BF16)
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
-        assert self.net(torch.ones(1, 16)).dtype is BF16
-
-
-def _refused_by_the_plan() -> torch.dtype:
-    module = Called()
-    with pytest.raises(PlanError, match="fully_shard on 'net'"):
-        fit(module, plugins=[plan_for("bf16-mixed")], strategy="mp_fsdp2")
-    return module.net(torch.ones(1, 16)).dtype
-
-
-def test_the_units_of_a_module_that_is_refused_gather_as_their_user_wrote() -> None:
-    assert in_a_process(_refused_by_the_plan) is BF16

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFiniteError
 from lightning_mp.callbacks import (
@@ -22,7 +21,7 @@ from lightning_mp.callbacks import (
     TrainingHealth,
 )
 from support import audit_faults
-from support.models import FEATURES, Regression
+from support.models import Regression
 from support.oracles import stock_for
 from support.running import fit
 
@@ -58,40 +57,6 @@ class Beyond(Regression):
         super().__init__(lambda p: torch.optim.SGD(p, lr=1e-6))
         with torch.no_grad():
             self.net[0].weight.mul_(1e6)
-
-
-class Between(Regression):
-    """What it computes between two modules is beyond fp16 and finite in fp32, as attention's scores may be."""
-
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(FEATURES, 32), nn.Linear(32, FEATURES)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            up = self.up(x)
-            return self.down(up * 1e3 @ (up * 1e3).t() @ up * 1e-9)
-
-    def __init__(self) -> None:
-        super().__init__(lambda p: torch.optim.SGD(p, lr=1e-6))
-        self.net = nn.Sequential(self.Gated(), *self.net)
-
-
-def test_an_operation_between_modules_that_overflows_is_not_laid_on_the_batch() -> None:
-    def run(pins: Any) -> list[Any]:
-        health = TrainingHealth(report=False)
-        scale = LossScaling(init_scale=1.0, min_scale=1.0)
-        # without the pin no step is applied, and the run ends so
-        with pytest.raises(NonFiniteError) if pins is None else nullcontext():
-            fit(Between(), **with_callback(pinned(True, "16-mixed", pins, loss_scaling=scale), health))
-        return [event for event in health.events if event.kind == "nonfinite_loss"]
-
-    sick = run(None)[0]
-    assert sick.module == "net.0.down"
-    assert "an operation between module 'net.0.up' and that one" in sick.cause
-    pins = pins_in(sick.advice, planned=True)
-    assert pins == {"net.0": "fp32"}
-    assert run(pins) == []
 
 
 @pytest.mark.parametrize("planned", PLANNED)

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lightning_mp import PlanError
 from lightning_mp.health.alerts import RULE_KINDS, Alerts, AlertSettings, Reading
@@ -24,9 +21,8 @@ from lightning_mp.record.events import Event, Kind
 
 def rows(**columns: Sequence[Any]) -> list[Reading]:
     """A reading a step, from columns of equal length."""
-    names = list(columns)
     return [
-        Reading(step=step, **dict(zip(names, row, strict=True)))
+        Reading(step=step, **dict(zip(columns, row, strict=True)))
         for step, row in enumerate(zip(*columns.values(), strict=True))
     ]
 
@@ -65,6 +61,8 @@ def test_what_cannot_be_is_refused_and_says_what_could(given: object, says: str)
         AlertSettings.of(given)  # type: ignore[arg-type]
 
 
+# ---------------------------------------------------------------------- spikes of the gradient norm
+
 ARMED = AlertSettings().spike_window
 
 
@@ -87,10 +85,8 @@ def swinging() -> list[float]:
 
 #: norms, settings, the steps at which it is heard; a spike that lasts some steps is told once
 SPIKES: dict[str, tuple[list[float], dict[str, float], list[int]]] = {
-    "3 times the median": (with_spikes({170: 3}, spread=0.1), {}, []),
-    "7 times": (with_spikes({170: 7}, spread=0.1), {}, []),
+    "7 times the median": (with_spikes({170: 7}, spread=0.1), {}, []),
     "30 times": (with_spikes({170: 30}, spread=0.1), {}, [170]),
-    "a million times": (with_spikes({170: 1e6}, spread=0.1), {}, [170]),
     "a ratio without deviations": (swinging(), {}, []),
     "deviations without a ratio": (with_spikes({170: 2.0}, spread=0.005), {}, []),
     "a lower ratio": (with_spikes({170: 2.0}, spread=0.005), {"spike_ratio": 1.5}, [170]),
@@ -119,30 +115,18 @@ def test_units_do_not_matter(power: int, seed: int, at: int, times: float) -> No
     assert steps("grad_norm_spike", rows(grad_norm=scaled)) == steps("grad_norm_spike", rows(grad_norm=norms))
 
 
+# ---------------------------------------------------------------------- the loss
+
+
 def falling() -> list[float]:
     """A loss that falls as losses do, with noise."""
     shape = [2.0 + 2.0 * math.exp(-step / 50) for step in range(300)]
     return [loss + 0.1 * (draw - 1) for loss, draw in zip(shape, noise(300), strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("after", "found"),
-    [
-        ([3.5, 3.6, 3.7, 4.0], [302]),
-        ([50.0, 1e4, 1e9], [302]),
-        ([50.0, 2.0, 50.0, 2.0, 50.0], []),  # bad batches
-        ([2.3] * 20, []),  # a harder stretch of data
-    ],
-    ids=["back where it began", "away", "bad batches", "a harder stretch"],
-)
-def test_three_readings_in_a_row_that_lose_what_was_learned(after: list[float], found: list[int]) -> None:
-    assert steps("loss_divergence", rows(loss=falling() + after)) == found
-
-
-def test_a_loss_near_zero_may_multiply() -> None:
-    """Learned by heart: from 10 to a millionth, and a thousandfold of that is no loss of progress."""
-    losses = [10.0] * 10 + [1e-6] * 200 + [1e-3] * 10
-    assert steps("loss_divergence", rows(loss=losses)) == []
+@pytest.mark.parametrize("after", [[3.5, 3.6, 3.7, 4.0], [50.0, 1e4, 1e9]], ids=["back where it began", "away"])
+def test_three_readings_in_a_row_that_lose_what_was_learned(after: list[float]) -> None:
+    assert steps("loss_divergence", rows(loss=falling() + after)) == [302]
 
 
 @settings(max_examples=30)
@@ -155,33 +139,29 @@ def test_noise_around_a_level_is_no_divergence(seed: int, level: float, spread: 
 WINDOW = AlertSettings().plateau_window
 
 
-def learning(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """A loss from 4 to 2 with weights that move: each row a reading's numbers."""
-    draws = zip(noise(count, seed=seed), noise(count, seed=seed + 1), noise(count, seed=seed + 2), strict=True)
+def learning(count: int, rates: Sequence[float] | None = None) -> list[Reading]:
+    """A loss from 4 to 2 with weights that move as far as the rate, of each step or 1e-3, says."""
+    draws = zip(noise(count), noise(count, seed=1), noise(count, seed=2), rates or [1e-3] * count, strict=True)
     return [
-        {
-            "loss": 2 + 2 * math.exp(-step / 60) + 0.2 * (loss - 1),
-            "grad_norm": norm,
-            "update_ratio": 1e-3 * ratio,
-            "lr": 1e-3,
-        }
-        for step, (loss, norm, ratio) in enumerate(draws)
+        Reading(
+            step=step,
+            loss=2 + 2 * math.exp(-step / 60) + 0.2 * (loss - 1),
+            grad_norm=norm,
+            update_ratio=rate * ratio,
+            lr=rate,
+        )
+        for step, (loss, norm, ratio, rate) in enumerate(draws)
     ]
 
 
-def dead(count: int, level: float = 2.0, seed: int = 9, **columns: Any) -> list[dict[str, Any]]:
+def dead(count: int, first: int = 0, level: float = 2.0, **columns: Any) -> list[Reading]:
     """A loss that only wobbles; nothing moves unless told otherwise."""
     still = {"update_ratio": 0.0, "lr": 1e-3, **columns}
-    draws = zip(noise(count, seed=seed), noise(count, seed=seed + 1), strict=True)
-    return [{"loss": level + 0.2 * (loss - 1), "grad_norm": norm} | still for loss, norm in draws]
-
-
-def read(*parts: list[dict[str, Any]]) -> list[Reading]:
-    return [Reading(step=step, **row) for step, row in enumerate(row for part in parts for row in part)]
-
-
-def test_a_run_at_the_noise_floor_of_its_data_has_converged() -> None:
-    assert steps("loss_plateau", read(learning(3000))) == []
+    draws = zip(noise(count, seed=9), noise(count, seed=10), strict=True)
+    return [
+        Reading(step=first + step, **{"loss": level + 0.2 * (loss - 1), "grad_norm": norm} | still)
+        for step, (loss, norm) in enumerate(draws)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -195,92 +175,37 @@ def test_a_run_at_the_noise_floor_of_its_data_has_converged() -> None:
     ids=["still", "rate 0", "hardly moving", "no gradients"],
 )
 def test_weights_that_stopped_are_found_a_window_later(columns: dict[str, Any], cause: str) -> None:
-    (event,) = said("loss_plateau", read(learning(600), dead(WINDOW + 3, **columns)))
+    (event,) = said("loss_plateau", learning(600) + dead(WINDOW + 3, 600, **columns))
     assert event.severity == "warning"
     assert cause in event.cause
     assert 600 <= event.step < 600 + WINDOW + 3
 
 
-def test_weights_that_move_are_no_plateau() -> None:
-    """A loss where it began may be noise over what is nearly known."""
-    assert steps("loss_plateau", read(dead(WINDOW + 50, level=4.0, update_ratio=1e-3))) == []
+# ---------------------------------------------------------------------- speed and memory
 
 
-def test_a_falling_gradient_norm_is_no_plateau() -> None:
-    """At a loss of zero everything gets smaller."""
-    readings = [Reading(step=step, loss=1e-9, grad_norm=0.98**step, update_ratio=0.0, lr=1e-3) for step in range(900)]
-    assert steps("loss_plateau", readings) == []
+def timed(seconds: list[float]) -> list[Reading]:
+    """Steps of 8 samples."""
+    return [Reading(step=step, samples_per_s=8 / each) for step, each in enumerate(seconds)]
 
 
-def test_a_schedule_may_end_at_nothing() -> None:
-    """A cosine's last steps hardly move a weight, and are meant not to."""
-    rates = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 5000)) for step in range(5000)]
-    rows_ = learning(5000)
-    readings = [
-        Reading(step=step, **{**row, "lr": rate, "update_ratio": rate})
-        for step, (row, rate) in enumerate(zip(rows_, rates, strict=True))
-    ]
-    assert steps("loss_plateau", readings) == []
-
-
-def test_warm_up_is_waited_for() -> None:
-    """While the rate rises from nearly nothing, a loss that has not fallen yet is no news."""
-    readings = [
-        Reading(step=step, loss=loss, grad_norm=1.0, update_ratio=1e-6 * (step + 1), lr=1e-6 * (step + 1))
-        for step, loss in enumerate(noise(500, level=4.0, spread=0.02))
-    ]
-    assert steps("loss_plateau", readings) == []
-
-
-def timed(seconds: list[float], batch: int = 8) -> list[Reading]:
-    return [Reading(step=step, samples_per_s=batch / each) for step, each in enumerate(seconds)]
+FAST = noise(200, level=0.01)
 
 
 def test_half_a_window_of_slow_steps_is_the_word() -> None:
-    (event,) = said("throughput_drop", timed(noise(200, level=0.01) + [0.1] * 50))
+    (event,) = said("throughput_drop", timed(FAST + [0.1] * 50))
     assert event.step == 200 + AlertSettings().throughput_window // 2
     assert event.evidence["samples_per_s"] == pytest.approx(80)
     assert event.evidence["ratio"] == pytest.approx(0.1, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    "slow",
-    [[1.0], [1.0] * 9, [1.0, 0.01] * 30, [0.02] * 50],
-    ids=["a hiccup", "several", "every other step", "half as fast"],
-)
-def test_a_hiccup_is_no_drop(slow: list[float]) -> None:
-    assert steps("throughput_drop", timed(noise(200, level=0.01) + slow + noise(50, level=0.01))) == []
-
-
-def test_tokens_count_before_samples() -> None:
-    """Longer sequences are fewer samples a second, and no drop."""
-    readings = rows(samples_per_s=[100.0] * 200 + [10.0] * 9, tokens_per_s=[1e4] * 209)
-    assert steps("throughput_drop", readings) == []
-
-
 def test_memory_that_creeps_is_found_once_with_its_pace() -> None:
-    grown = [4.0 + 0.001 * step for step in range(1000)]
-    (event,) = said("memory_growth", rows(memory_gib=grown))
+    (event,) = said("memory_growth", rows(memory_gib=[4.0 + 0.001 * step for step in range(1000)]))
     assert event.step == AlertSettings().memory_warmup + AlertSettings().memory_window - 1
     assert event.evidence["gib_per_1000_steps"] == pytest.approx(0.9, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "gib",
-    [
-        [4.0] * 1000,
-        [1.0 + 3.0 * min(step, 40) / 40 for step in range(1000)],  # a warm-up
-        [4.0] * 400 + [6.0] * 600,  # another shape, once
-        [4.0 + (step % 100) * 0.01 for step in range(1000)],  # emptied at the end of an epoch
-        [4.0 + 1e-5 * step for step in range(1000)],  # too little to mention
-        [80.0 + 2e-3 * step for step in range(1000)],  # likewise, of 80 GiB
-    ],
-)
-def test_other_memory_is_left_alone(gib: list[float]) -> None:
-    assert steps("memory_growth", rows(memory_gib=gib)) == []
-
-
-KINDS: tuple[Kind, ...] = ("skip_streak", "scale_collapse")
+# ---------------------------------------------------------------------- the loss scale
 
 
 def scaled(
@@ -300,29 +225,6 @@ def scaled(
     return readings[every - 1 :: every]
 
 
-def all_said(readings: list[Reading]) -> dict[Kind, list[int]]:
-    return {kind: found for kind in KINDS if (found := steps(kind, readings))}
-
-
-@pytest.mark.parametrize(
-    ("overflows", "options"),
-    [
-        ("." * 2000, {}),
-        ("xxxxx" + "." * 500, {}),
-        ("x.xx..xxxxx" + "." * 500, {}),
-        ("..xxxxx" + "." * 150 + "xx" + "." * 500, {}),
-        ("x" * 13 + "." * 500, {"init": 2.0**24}),  # eight of these search from above
-        ("x" * 16 + "." * 200, {"init": 2.0**32}),
-        (("." * 40 + "x") * 20, {"interval": 40}),
-        ("." * 2000, {"interval": 100, "every": 50}),
-        ("." * 500, {"init": 1.0, "interval": 10_000}),  # at the floor, where nothing overflows
-        ("x" + "." * 9 + "x" + "." * 300, {"init": 1.0, "interval": 10_000}),
-    ],
-)
-def test_ordinary_overflows_are_no_alert(overflows: str, options: dict[str, float]) -> None:
-    assert all_said(scaled(overflows, **options)) == {}  # type: ignore[arg-type]
-
-
 def test_six_skips_in_a_row_are_a_streak_told_once() -> None:
     (event,) = said("skip_streak", scaled("." * 50 + "x" * 30 + "." * 50))
     assert (event.step, event.value) == (55, 6.0)
@@ -335,39 +237,83 @@ def test_a_scale_at_its_floor_that_still_overflows_has_collapsed() -> None:
     (event,) = said("scale_collapse", scaled("." * 20 + "x" * 40))
     assert (event.step, event.severity, event.value) == (20 + 15 + 2, "error", 1.0)
     assert event.evidence["skipped_at_floor"] == 3
+    assert steps("scale_collapse", scaled("x" * 40, floor=0.0)) == [18], "torch's own goes on; below 1 it has collapsed"
 
 
-def test_a_scale_without_a_floor_has_collapsed_below_one() -> None:
-    """torch's own scaler goes on to 1e-38."""
-    assert steps("scale_collapse", scaled("x" * 40, floor=0.0)) == [18]
+# ---------------------------------------------------------------------- what is left alone
+
+COSINE = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 5000)) for step in range(5000)]
+SCALING: tuple[Kind, ...] = ("skip_streak", "scale_collapse")
+#: the rules that have nothing to say, and of what
+QUIET: dict[str, tuple[tuple[Kind, ...], list[Reading]]] = {
+    "bad batches": (("loss_divergence",), rows(loss=[*falling(), 50.0, 2.0, 50.0, 2.0, 50.0])),
+    "a harder stretch of data": (("loss_divergence",), rows(loss=falling() + [2.3] * 20)),
+    "a thousandfold of nearly nothing": (("loss_divergence",), rows(loss=[10.0] * 10 + [1e-6] * 200 + [1e-3] * 10)),
+    "the noise floor of the data": (("loss_plateau",), learning(3000)),
+    "all gets smaller at a loss of zero": (
+        ("loss_plateau",),
+        rows(loss=[1e-9] * 900, grad_norm=[0.98**n for n in range(900)], update_ratio=[0.0] * 900, lr=[1e-3] * 900),
+    ),
+    "a cosine ends at nothing": (("loss_plateau",), learning(5000, COSINE)),
+    "warm-up": (
+        ("loss_plateau",),
+        rows(
+            loss=noise(500, level=4.0, spread=0.02),
+            grad_norm=[1.0] * 500,
+            update_ratio=[1e-6 * (step + 1) for step in range(500)],
+            lr=[1e-6 * (step + 1) for step in range(500)],
+        ),
+    ),
+    "a loss where it began, and weights that move": (
+        ("loss_plateau",),
+        dead(WINDOW + 50, level=4.0, update_ratio=1e-3),
+    ),
+    "nine slow steps": (("throughput_drop",), timed([*FAST, *[1.0] * 9, *FAST])),
+    "every other step": (("throughput_drop",), timed([*FAST, *[1.0, 0.01] * 30, *FAST])),
+    "half as fast": (("throughput_drop",), timed(FAST + [0.02] * 50)),
+    "longer sequences": (
+        ("throughput_drop",),
+        rows(samples_per_s=[100.0] * 200 + [10.0] * 9, tokens_per_s=[1e4] * 209),
+    ),
+    "memory that fills": (("memory_growth",), rows(memory_gib=[1.0 + 3.0 * min(n, 40) / 40 for n in range(1000)])),
+    "another shape, once": (("memory_growth",), rows(memory_gib=[4.0] * 400 + [6.0] * 600)),
+    "emptied after an epoch": (("memory_growth",), rows(memory_gib=[4.0 + n % 100 * 0.01 for n in range(1000)])),
+    "too little to mention": (("memory_growth",), rows(memory_gib=[80.0 + 2e-3 * n for n in range(1000)])),
+    "five skips": (SCALING, scaled("xxxxx" + "." * 500)),
+    "skips here and there": (SCALING, scaled("..xxxxx" + "." * 150 + "xx" + "." * 500)),
+    "a search from 2**24": (SCALING, scaled("x" * 13 + "." * 500, init=2.0**24)),
+    "a search from 2**32": (SCALING, scaled("x" * 16 + "." * 200, init=2.0**32)),
+    "one in each interval": (SCALING, scaled(("." * 40 + "x") * 20, interval=40)),
+    "read seldom": (SCALING, scaled("." * 2000, every=50)),
+    "at the floor, where nothing overflows": (SCALING, scaled("." * 500, init=1.0, interval=10_000)),
+    "at the floor, now and then": (SCALING, scaled("x" + "." * 9 + "x" + "." * 300, init=1.0, interval=10_000)),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_healthy_runs_do_is_no_alert(name: str) -> None:
+    kinds, readings = QUIET[name]
+    assert {kind: steps(kind, readings) for kind in kinds} == {kind: [] for kind in kinds}
 
 
 RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "healthy.json").read_text())
 
 
-def readings(name: str) -> list[Reading]:
+def recorded(name: str) -> list[Reading]:
+    """A run's readings, whose loss scale stands where it changes."""
     run = RECORDED[name]
     skipped, scales = set(run["skipped"]), dict(run["scale"])
     found, scale, row = [], None, 0
     for step, (loss, norm, ratio) in enumerate(zip(run["loss"], run["grad_norm"], run["update_ratio"], strict=True)):
         scale, row = scales.get(step, scale), row + 1 if step in skipped else 0
-        found.append(
-            Reading(
-                step=step,
-                loss=loss,
-                grad_norm=norm,
-                update_ratio=ratio,
-                loss_scale=scale,
-                skipped=step in skipped,
-                skips_in_a_row=row,
-            )
-        )
+        numbers = {"loss": loss, "grad_norm": norm, "update_ratio": ratio, "loss_scale": scale}
+        found.append(Reading(step=step, **numbers, skipped=step in skipped, skips_in_a_row=row))
     return found
 
 
-def troubled(seed: int = 0) -> list[Reading]:
+def troubled() -> list[Reading]:
     """A run in which every rule finds something."""
-    columns = zip(noise(700, 2.0, 0.05, seed), noise(700, 1.0, 0.2, seed + 1), strict=True)
+    columns = zip(noise(700, 2.0, 0.05, 0), noise(700, 1.0, 0.2, 1), strict=True)
     readings = []
     for step, (loss, norm) in enumerate(columns):
         late, stuck = step >= 300, step >= 650
@@ -389,18 +335,16 @@ def troubled(seed: int = 0) -> list[Reading]:
     return readings
 
 
-def run(alerts: Alerts, readings: list[Reading]) -> list[Event]:
-    return [event for reading in readings for event in alerts.judge(reading)]
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_healthy_run_is_no_alert(name: str) -> None:
     """Runs of 2,000 steps: of long tails, of a batch learned by heart, of a warm-up in fp16."""
-    assert run(Alerts(), readings(name)) == []
+    alerts = Alerts()
+    assert [event for reading in recorded(name) for event in alerts.judge(reading)] == []
 
 
 def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
-    events = run(Alerts(), troubled())
+    alerts = Alerts()
+    events = [event for reading in troubled() for event in alerts.judge(reading)]
     assert sorted(event.kind for event in events) == sorted(RULE_KINDS)
     for event in events:
         assert event.is_alert
@@ -409,52 +353,3 @@ def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
         assert event.evidence
         assert event.value is not None
         assert (event.rank, event.module, event.action) == (None, None, "log")
-
-
-RUNS, STEPS, FEATURES, HELD_OUT = 50, 300, 32, 4096
-
-
-def logits(weights: Tensor, x: Tensor) -> Tensor:
-    return (x @ weights.unsqueeze(-1)).squeeze(-1)
-
-
-def batch(truth: Tensor, rows: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Features of each run, and labels that follow them only a little."""
-    x = torch.randn(RUNS, rows, FEATURES, generator=draw)
-    return x, torch.bernoulli(torch.sigmoid(logits(truth, x)), generator=draw)
-
-
-def loss_of(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return binary_cross_entropy_with_logits(logits(weights, x), y, reduction="none")
-
-
-@pytest.mark.parametrize(("rows", "lr"), [(8, 3e-3), (32, 1e-3)])
-def test_flat_noisy_losses_give_no_alert(rows: int, lr: float) -> None:
-    """Fifty heads on frozen features, trained next to one another by Adam."""
-    draw = torch.Generator().manual_seed(rows)
-    truth = 0.5 * torch.randn(RUNS, FEATURES, generator=draw) / math.sqrt(FEATURES)
-    weights = (truth + 0.03 * torch.randn(RUNS, FEATURES, generator=draw)).requires_grad_()
-    held_out = batch(truth, HELD_OUT, draw)
-    before = loss_of(weights.detach() * 0, *held_out)
-    with torch.no_grad():
-        weights.mul_(0.1)
-    optimizer = torch.optim.Adam([weights], lr=lr)
-    readings: list[list[Reading]] = [[] for _ in range(RUNS)]
-    for step in range(STEPS):
-        losses = loss_of(weights, *batch(truth, rows, draw)).mean(1)
-        optimizer.zero_grad()
-        losses.sum().backward()
-        old, gradients = weights.detach().clone(), weights.grad
-        assert gradients is not None
-        optimizer.step()
-        moved = (weights.detach() - old).norm(dim=1) / old.norm(dim=1)
-        numbers = torch.stack([losses.detach(), gradients.norm(dim=1), moved], 1)
-        for run, (loss, norm, ratio) in zip(readings, numbers.tolist(), strict=True):
-            run.append(Reading(step=step, loss=loss, grad_norm=norm, update_ratio=ratio, lr=lr))
-    fallen = before - loss_of(weights.detach(), *held_out)
-    assert (fallen.mean() / (fallen.std() / math.sqrt(fallen.numel()))) > 28
-    said = []
-    for run in readings:
-        alerts = Alerts()
-        said += [event for reading in run for event in alerts.judge(reading)]
-    assert said == []

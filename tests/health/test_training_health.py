@@ -310,3 +310,6 @@ def test_what_validation_logged_is_a_row_of_its_own(name: str, tmp_path: Path) -
         {"step": 4, metric_names.VAL_LOSS: 2.5},
         {"step": 8, metric_names.VAL_LOSS: 2.5},
     ]
+
+
+# ---------------------------------------------------------------------- updates that are lost

@@ -169,18 +169,6 @@ def test_a_skipped_step_changes_nothing_but_the_next_does(host: str, optimizer: 
     assert module.lrs[SPIKE_AT - 1] < module.lrs[SPIKE_AT] == module.lrs[SPIKE_AT + 1] < module.lrs[SPIKE_AT + 2]
 
 
-def test_every_spike_of_a_streak_is_skipped(tmp_path: Path) -> None:
-    class Spikes(Faulty):
-        def loss(self, batch: Any) -> Tensor:
-            spoilt = self.trainer.global_step in (SPIKE_AT, SPIKE_AT + 1, SPIKE_AT + 3)
-            return super().loss(batch) * (1000 if spoilt else 1)
-
-    mine = watched(tmp_path, Spikes("", SPIKE_AT), {"actions": {"grad_norm_spike": "skip"}})
-    assert [(event.step, event.action) for event in alerts(mine)] == [(SPIKE_AT, "skip")]
-    skipped = [row[metric_names.SKIPPED_STEPS] for row in mine.rows]
-    assert skipped[SPIKE_AT - 1 : SPIKE_AT + 5] == [0, 1, 2, 2, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
     [(lambda: Pair(in_turn), "2 optimizers"), (lambda: Regression(partial(LBFGS, lr=0.1)), "LBFGS")],
@@ -190,16 +178,22 @@ def test_where_a_step_cannot_be_left_out_skip_is_refused(module: Any, named: str
         watched(tmp_path, module(), {"actions": {"grad_norm_spike": "skip"}})
 
 
-def test_a_run_whose_folder_is_refused_leaves_the_modules_hooks_alone(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text("{}")  # the user's own
-    module = Regression(PLAIN, lambda optimizer: LambdaLR(optimizer, lambda _: 1.0))
-    with pytest.raises(PlanError, match=r"holds run\.json"):
-        watched(tmp_path, module, {"actions": {"grad_norm_spike": "skip"}})
-    assert "lr_scheduler_step" not in vars(module)
-
-
 # ---------------------------------------------------------------------- actions
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"grad_norm_spikes": "log"}, "grad_norm_spike"),
+        ({"loss_divergence": "stopp"}, "'stop'"),
+        ({"loss_divergence": 3}, "'stop'"),
+        ({"throughput_drop": "skip"}, "grad_norm_spike"),
+        ({"nonfinite_loss": "skip"}, "NonFiniteGuard"),
+    ],
+)
+def test_what_is_wrong_is_told_with_what_is_allowed(given: Any, named: str) -> None:
+    with pytest.raises(PlanError, match=named):
+        TrainingHealth(actions=given)
 
 
 def test_stop_stops(tmp_path: Path) -> None:

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import utils
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import Checkpointing
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.numerics.dtypes import default_dtype
+from support.comparing import same
+from support.models import FEATURES
+from support.norms import Normed, conv_net, run
 from support.pinning import pin, products
 
 ROWS, WIDTH = 4, 8
@@ -62,10 +66,6 @@ def gradients(root: nn.Module, x: Tensor = X, seed: int = 1) -> dict[str, Tensor
     torch.manual_seed(seed)
     root(x).pow(2).sum().backward()
     return {name: parameter.grad.clone() for name, parameter in root.named_parameters()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # ---------------------------------------------------------------------- what is recomputed
@@ -259,3 +259,69 @@ def test_unknown_patterns_and_operators_are_faults(options: dict[str, Any], give
     (fault,) = error.value.faults
     assert fault.problem == given
     assert fix in fault.fix
+
+
+# ---------------------------------------------------------------------- buffers
+
+
+class Average(nn.Module):
+    """Its output depends on an average that its forward moves: in place, through ``.data``, or by a new tensor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        new = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        if self.how == "assigned":
+            self.mean = new
+        else:
+            (self.mean.data if self.how == "data" else self.mean).copy_(new)
+        return torch.relu(hidden * (1 + self.mean))
+
+
+def _linear(wrap: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    return wrap(nn.Linear(FEATURES, FEATURES), **options)
+
+
+def _instance_norm() -> nn.Module:
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (4, 4)), norm, nn.Flatten(), nn.Linear(FEATURES, FEATURES))
+
+
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "batch norm, cumulative": lambda: nn.Sequential(_linear(nn.Sequential), nn.BatchNorm1d(FEATURES, momentum=None)),
+    "instance norm": _instance_norm,
+    "spectral norm": lambda: _linear(utils.parametrizations.spectral_norm),
+    "spectral norm by hook": lambda: _linear(utils.spectral_norm),
+    "in place": lambda: Average("in place"),
+    "data": lambda: Average("data"),
+    "assigned": lambda: Average("assigned"),
+}
+NETS = {"batch norms": conv_net} | {
+    name: lambda inner=inner: nn.Sequential(nn.Sequential(inner()), nn.Linear(FEATURES, 1))
+    for name, inner in INNER.items()
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*")
+@pytest.mark.parametrize("checkpointing", ["net", {"modules": "net", "mode": "selective"}], ids=["full", "selective"])
+@pytest.mark.parametrize("net", NETS)
+def test_a_run_is_the_one_without(net: str, checkpointing: Any) -> None:
+    found = run("single", "32-true", Normed(NETS[net]), checkpointing=checkpointing)
+    expected = run("single", "32-true", Normed(NETS[net]))
+    assert same(found["tensors"], expected["tensors"])
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "selective", "save_ops": ("bmm",)}], ids=["full", "selective"])
+def test_a_retained_graph_computes_from_the_buffers_of_the_forward(options: Any) -> None:
+    """In each of its backward passes."""
+    root = nn.Sequential(Average("in place"))
+    checkpointing.apply(root, root, Checkpointing(modules="0", **options))
+    loss = root(torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES)).square().sum()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in root.parameters()]
+    loss.backward()
+    assert all(torch.equal(one.grad, 2 * once) for one, once in zip(root.parameters(), first, strict=True))

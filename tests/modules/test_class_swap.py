@@ -9,13 +9,9 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_mp import MixedPrecisionPlan
-from lightning_mp.errors import Faults
-from lightning_mp.modules import checkpointing, pins
-from lightning_mp.modules.patterns import Swapped, matches, swap_in, swap_out
-from lightning_mp.policy import Checkpointing, Pin
+from lightning_mp.modules.patterns import Swapped, swap_in, swap_out
 from support.models import Regression
 from support.ranks import in_a_process
 from support.running import fit
@@ -55,40 +51,6 @@ def test_a_class_whose_first_base_has_no_dict_takes_a_mixin(cls: type[nn.Module]
     assert module(ONE) == 2
     swap_out(module, Shifted)
     assert type(module) is cls
-
-
-class TestBelowFullyShard:
-    """FSDP2 gives a module a class of its own; that class must outlive a run's mix-ins."""
-
-    @staticmethod
-    def sharded(module: nn.Module) -> nn.Module:
-        # what fully_shard does to the class; with a process group it is run in tests/fsdp2
-        cls = type(module)
-        module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-        return module
-
-    def test_pins_and_checkpointing_that_stay_below_it_are_off_once_removed(self) -> None:
-        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        faults = Faults()
-        pinned = pins.resolve(net, [Pin("0", "bf16")], faults)
-        config = Checkpointing(modules="1")
-        pins.apply(pinned, mixed=True, compute_dtype=torch.float32, device_type="cpu")
-        applied = checkpointing.apply(net, checkpointing.select(net, config, faults), config)
-        for layer in net:
-            self.sharded(layer)
-        assert net[0](torch.ones(1, 2)).dtype == torch.bfloat16
-        pins.remove(net.modules())
-        applied.close()
-        for parameter in net[0].parameters():
-            parameter.data = parameter.data.float()
-        assert all(isinstance(layer, FSDPModule) for layer in net)
-        assert net(torch.ones(1, 2)).dtype == torch.float32
-        assert net[0](torch.ones(1, 2)).dtype == torch.float32
-
-    @pytest.mark.parametrize("pattern", ["Linear", "FSDPLinear"])
-    def test_patterns_see_the_original_class(self, pattern: str) -> None:
-        layer = self.sharded(nn.Linear(1, 1))
-        assert matches(pattern, "x", layer) is (pattern == "Linear")
 
 
 # ---------------------------------------------------------------------- a forward set on the instance
@@ -157,15 +119,4 @@ def _sees_the_users_classes(strategy: str) -> None:
     plan = MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"}, checkpointing="net")
     fit(module, plugins=[plan], strategy=strategy)
     assert module.no_decay == 2
-    assert "configure_optimizers" not in vars(module)
-
-
-def test_a_run_that_fails_before_leaves_the_method_alone() -> None:
-    class Fails(ByType):
-        def configure_optimizers(self) -> Any:
-            raise RuntimeError("the user's own")
-
-    module = Fails()
-    with pytest.raises(RuntimeError, match="own"):
-        fit(module, plugins=[MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"})])
     assert "configure_optimizers" not in vars(module)

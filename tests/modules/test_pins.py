@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 import lightning_mp
 from lightning_mp.modules import checkpointing
 from lightning_mp.policy import Checkpointing, Pin
+from support.hf import VOCABULARY, llama, tokens
 from support.pinning import Ran, pin, stored
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -174,19 +176,6 @@ def test_a_module_recomputed_alone_crosses_no_border() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-class SelfAttention(nn.Module):
-    """Rotates its queries and keys by ``torch.cat``, in which autocast mixes no two half formats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.v_proj = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, v = self.q_proj(x), self.v_proj(x)
-        q = q + torch.cat((-q[..., 2:], q[..., :2]), -1)
-        return torch.softmax((q @ q.mT).float() + mask.float(), -1) @ v.float()
-
-
 class Concatenates(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -202,16 +191,6 @@ def test_what_is_pinned_to_the_other_half_format_can_be_concatenated(pinned: str
     root = pin(Concatenates(), {"norms": pinned}, mode="bf16-mixed" if run is BF16 else "16-mixed")
     with autocast(run):
         assert root(X).dtype == FP32
-
-
-@pytest.mark.parametrize(("pinned", "run"), [("fp16", BF16), ("bf16", FP16)])
-def test_a_projection_in_the_other_half_format_can_be_combined_in_attention(pinned: str, run: torch.dtype) -> None:
-    root = pin(
-        nn.ModuleDict({"a": SelfAttention()}), {"q_proj": pinned}, mode="bf16-mixed" if run is BF16 else "16-mixed"
-    )
-    with autocast(run), Ran("addmm") as ran:
-        assert root["a"](X, torch.zeros(3, 3)).isfinite().all()
-    assert ran.dtypes == [{"fp16": FP16, "bf16": BF16}[pinned], run]
 
 
 @pytest.mark.parametrize(
@@ -333,16 +312,6 @@ def test_a_copy_is_pinned_as_the_original(travel: Callable[[nn.Module], nn.Modul
     assert torch.equal(copied(x.half()), root(x.half()))
 
 
-def test_pinning_again_is_pinning_once() -> None:
-    root = pin(Net(), {"head": "fp32"})
-    once = type(root.head)
-    pin(root, {"head": "fp32"})
-    assert type(root.head) is once
-    pin(root, {"head": "bf16"})
-    assert type(root.head) is once
-    assert root.head(X).dtype == BF16
-
-
 def test_another_pin_replaces_that_of_a_module_that_owns_nothing() -> None:
     root = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))))
     pin(root, {"0.1": "bf16"})
@@ -357,3 +326,68 @@ def test_unpin_gives_the_plain_classes_back() -> None:
     lightning_mp.unpin(root)
     assert [type(module) for module in root] == [nn.Linear, nn.LayerNorm, nn.Linear]
     assert [module.weight.dtype for module in root] == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+# ---------------------------------------------------------------------- models of transformers
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+COMPUTE = {"bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "bf16", "16-true": "fp16"}
+TORCH = {"bf16": BF16, "fp16": FP16}
+
+
+def test_a_whole_model_pinned_under_a_module_generates_as_before() -> None:
+    """transformers looks at the arguments that ``forward`` names."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama().eval()
+
+    wrapped = Wrapped()
+    prompt: dict[str, Any] = {"input_ids": tokens(1), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    before = wrapped.model.generate(**prompt, **settings)
+    pin(wrapped, {"model": "fp32"})
+    assert torch.equal(wrapped.model.generate(**prompt, **settings), before)
+    assert wrapped.model(input_ids=tokens(1)).logits.shape[-1] == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("mode", "spec"),
+    [
+        ("bf16-mixed", {"self_attn": "bf16"}),
+        ("16-mixed", {"self_attn": "bf16"}),
+        ("bf16-mixed", {"self_attn": "fp16"}),
+        ("bf16-mixed", {"q_proj": "fp16", "k_proj": "fp16"}),
+        ("16-mixed", {"q_proj": "bf16"}),
+    ],
+    ids=str,
+)
+def test_a_left_padded_batch_trains_with_half_pins_in_eager_attention(mode: str, spec: dict[str, str]) -> None:
+    model = llama()
+    model.set_attn_implementation("eager")
+    pin(model, spec, mode=mode)
+    mask = torch.ones_like(tokens())
+    mask[0, :3] = 0
+    with torch.autocast("cpu", TORCH[COMPUTE[mode]]):
+        loss = model(input_ids=tokens(), attention_mask=mask, labels=tokens()).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("pattern", ["decoder", "word_embeddings", "embeddings"])
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_bias_shared_with_a_head_does_not_tie_the_head_to_the_decoder_in_it(kind: str, pattern: str) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    small |= {"vocab_size": 32, "max_position_embeddings": 16}
+    make = {
+        "bert": lambda: BertForMaskedLM(BertConfig(**small)),
+        "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**small)),
+    }
+    model = pin(make[kind](), {pattern: "fp32"}, mode="bf16-true")
+    assert model(input_ids=tokens() % 32).logits.isfinite().all()
+    found = stored(model)
+    dense = next(name for name in found if name.endswith(("lm_head.dense.weight", "transform.dense.weight")))
+    assert found[dense] == BF16
+    assert found[next(name for name in found if "word_embeddings" in name)] == FP32

@@ -88,19 +88,6 @@ def test_the_word_norms_is_no_error_in_a_model_without_any() -> None:
     assert (found.members, found.shadowed) == ((), ())
 
 
-def test_a_module_is_an_entry_where_it_is_called_from_outside_its_pin() -> None:
-    members = {m.name: m for m in resolve(Net(), {"norm": "fp32", "blocks": "bf16", "norm_f": "bf16"}).members}
-    assert {name: (m.entry, m.inside) for name, m in members.items() if not name.startswith("blocks.1")} == {
-        "blocks": (True, None),  # a ModuleList: never called, but nothing called lies above it
-        "blocks.0": (True, None),
-        "blocks.0.norm": (True, "bf16"),
-        "blocks.0.mlp": (False, None),
-        "blocks.0.mlp.0": (False, None),
-        "blocks.0.mlp.1": (False, None),
-        "norm_f": (True, None),
-    }
-
-
 # ---------------------------------------------------------------------- shared modules and tied weights
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_mp.numerics.dtypes import describe, has_tf32, set_tf32, tf32_refusal
+from lightning_mp.numerics.dtypes import describe, set_tf32, tf32_refusal
 from lightning_mp.policy import hardware
 from support.tf32 import BACKENDS, SWITCHES, readings
 
@@ -27,41 +26,6 @@ def test_a_device_nobody_knows_is_refused() -> None:
     found = describe(torch.device("meta"))
     assert found.type == "meta"
     assert hardware.refusal(found, "32-true") is not None
-
-
-@pytest.mark.parametrize("current", [0, 1])
-def test_the_device_that_is_described_is_asked_not_the_current_one(
-    current: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus = [SimpleNamespace(name=str(major), major=major, minor=0, total_memory=1) for major in (8, 7)]
-    at = [current]
-
-    def properties(device: torch.device | int) -> SimpleNamespace:
-        return gpus[device if isinstance(device, int) else device.index]
-
-    def exchange(index: int) -> int:
-        before, at[0] = at[0], index
-        return before
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: at[0])
-    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
-    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
-    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    assert [describe(torch.device("cuda", index)).bf16 for index in (0, 1)] == ["native", "emulated"]
-    assert at == [current]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu() -> None:
-    found = describe(torch.device("cuda", 0))
-    assert found.type == "cuda"
-    assert found.name == torch.cuda.get_device_name(0)
-    assert found.capability == torch.cuda.get_device_capability(0)
-    assert found.memory == torch.cuda.get_device_properties(0).total_memory
-    assert (found.bf16 == "native") == (found.capability >= (8, 0))
 
 
 # ---------------------------------------------------------------------- TF32
@@ -167,14 +131,3 @@ def _followed(setting: str | None) -> dict[str, object]:
 def test_what_follows_the_wider_switch_follows_it_after_tf32(setting: str, pristine: Callable[..., Any]) -> None:
     """No reading shows it at once. After "highest" convolutions keep the value that torch's own setter writes."""
     assert pristine(_followed, setting) == pristine(_followed, None)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta", "mps"])
-def test_only_cuda_has_tf32(device: str) -> None:
-    assert has_tf32(torch.device(device)) is False
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_ampere_and_newer_have_tf32() -> None:
-    assert has_tf32(torch.device("cuda", 0)) is (torch.cuda.get_device_capability(0) >= (8, 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mp import MixedPrecisionPlan, make_strategy
-from support.pipeline import ROWS, WIDTH, Staged, data
+from support.pipeline import ROWS, WIDTH, Staged
 from support.ranks import Ranks
 from support.running import trainer
 
@@ -60,39 +59,3 @@ def test_stages_of_one_seed_drop_others_and_leave_what_data_draws_alone(ranks: R
     assert len({tuple(mask.flatten().tolist()) for mask in (*first, *second)}) == 24  # nor any mask again
     assert all(torch.equal(one, other) for one, other in zip(seen, also_seen, strict=True))
     assert torch.equal(drawn, also_drawn)
-
-
-class Shell(nn.Module):
-    """A stage of a class of its own, which notes whether it is trained."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside, self.modes = inside, list[bool]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.modes.append(self.training)
-        return self.inside(x)
-
-
-class InShells(Staged):
-    def pipeline_stage(self, index: int, count: int) -> nn.Module:
-        self.__dict__.setdefault("shells", []).append(Shell(super().pipeline_stage(index, count)))
-        return self.shells[-1]
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Whether the stage of this rank was trained, call by call, in two epochs of two batches, each validated."""
-
-    def run(self) -> list[bool]:
-        module, plan = InShells(), MixedPrecisionPlan("32-true")
-        strategy = make_strategy("pipeline", plan, stages=2, microbatches=4)
-        runner = trainer(strategy=strategy, plugins=[plan], devices=2, max_epochs=2, num_sanity_val_steps=0)
-        runner.fit(module, data(2, ROWS), data(1, ROWS))
-        return [mode for shell in module.shells for mode in shell.modes]
-
-
-def test_a_stages_own_class_is_evaluated_when_the_module_is(ranks: Ranks) -> None:
-    for modes in ranks.run(Evaluated()):
-        assert [mode for mode, _ in groupby(modes)] == [True, False, True, False]
-        assert modes.count(True) >= 16

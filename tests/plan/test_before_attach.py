@@ -13,9 +13,9 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan
+from lightning_mp import LossScaling, MixedPrecisionPlan
 from support.models import Regression
-from support.oracles import MODES, SCALED, plan_for
+from support.oracles import MODES, SCALED
 from support.running import fit
 
 every_mode = pytest.mark.parametrize("mode", [*MODES, "auto"])
@@ -61,32 +61,7 @@ def test_the_scaler_is_a_grad_scaler_that_trains_a_plain_loop(mode: str) -> None
     torch.testing.assert_close(layer.weight.detach(), before - 0.125)
 
 
-def _full(mode: str) -> MixedPrecisionPlan:
-    options: dict[str, Any] = {
-        "pins": {"LayerNorm": "fp32"},
-        "checkpointing": Checkpointing(modules="ReLU"),
-        "tf32": "high",
-    }
-    return plan_for(mode, **options) if mode != "auto" else MixedPrecisionPlan("auto", **options)
-
-
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda plan: pickle.loads(pickle.dumps(plan))}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mode", ["16-mixed", "bf16-true", "auto"])
-def test_a_plan_is_copied_and_pickled_before_and_after_a_fit(mode: str, way: str) -> None:
-    plan, oracle = _full(mode), Regression()
-    fit(oracle, plugins=[_full(mode)])
-    for _ in range(2):
-        copied, module = WAYS[way](plan), Regression()
-        assert copied.policy == plan.policy
-        assert copied.state_dict() == plan.state_dict()
-        assert repr(copied) == repr(plan)
-        fit(module, plugins=[copied])
-        assert module.losses == oracle.losses
-        assert copied.applied_steps == 8
-        fit(Regression(), plugins=[plan])
 
 
 class CopiesThePlan(Callback):

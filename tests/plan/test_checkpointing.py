@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mp import Checkpointing, MixedPrecisionPlan
 from support.language import Language, gpt2, llama, tokens
 from support.models import weights
 from support.oracles import plan_for
@@ -19,43 +14,6 @@ pytest.importorskip("transformers")
 
 MODELS = {"gpt2": (gpt2, "GPT2Block"), "llama": (llama, "LlamaDecoderLayer")}
 each_model = pytest.mark.parametrize("kind", MODELS)
-
-
-class CountFlops(Language):
-    """Counts the floating-point operations of each training step's forward and backward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.counter = FlopCounterMode(display=False)
-        self.counter.__enter__()
-        return super().training_step(batch, batch_idx)
-
-    def on_after_backward(self) -> None:
-        self.counter.__exit__(None, None, None)
-        self.flops = self.counter.get_total_flops()
-
-
-@each_model
-def test_full_recomputes_exactly_the_blocks_forward_and_selective_no_product(kind: str) -> None:
-    build, block = MODELS[kind]
-
-    def flops(checkpointing: Any) -> int:
-        module = CountFlops(build(attn_implementation="eager"))
-        plan = MixedPrecisionPlan("32-true", checkpointing=checkpointing)
-        # torch stops recomputing once it has what the backward needs; without that the count is simply the forward's
-        with set_checkpoint_early_stop(False):
-            fit(module, data=tokens(), plugins=[plan], max_steps=1)
-        return module.flops
-
-    model = build(attn_implementation="eager")
-    blocks = model.transformer.h if kind == "gpt2" else model.model.layers
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=next(iter(tokens()))[0])
-    by_module = counter.get_flop_counts()
-    prefix = f"{type(model).__name__}." + ("transformer.h" if kind == "gpt2" else "model.layers")
-    forward = sum(sum(by_module[f"{prefix}.{index}"].values()) for index in range(len(blocks)))
-    assert forward > 0
-    assert flops(block) == flops(None) + forward
-    assert flops(Checkpointing(modules=block, mode="selective")) == flops(None)
 
 
 @each_model

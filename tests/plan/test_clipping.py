@@ -75,23 +75,6 @@ def test_hooks_see_true_gradients_and_p_grad_holds_clipped_ones_after(mode: str,
     assert all(same_weights(a, b) for a, b in zip(module.after_clipping, module.after_step, strict=True))
 
 
-@fused
-@every_mode
-def test_a_users_own_configure_gradient_clipping_sees_true_gradients(mode: str, fused: bool) -> None:
-    class Own(Clipped):
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-        ) -> None:
-            self.met = gradients(self)
-            self.clip_gradients(optimizer, gradient_clip_val=0.25, gradient_clip_algorithm="norm")
-            self.after_clipping.append(gradients(self))
-
-    module, trace = Own(partial(AdamW, lr=1e-3, eps=1e-4, fused=fused)), Trace()
-    fit(module, max_steps=1, plugins=[plan_for(mode)], callbacks=[trace])
-    assert same_weights(module.met, trace.seen[0])
-    assert _norm(module.after_step[0]) == pytest.approx(0.25, rel=5e-3)
-
-
 def test_the_norm_of_half_gradients_is_taken_in_fp32() -> None:
     """fp16 gradients of 300 and more have squares beyond 65,504; their norm is finite all the same."""
 

@@ -128,18 +128,6 @@ def test_a_step_of_lbfgs_is_skipped_at_its_first_evaluation() -> None:
     assert same_weights(trace.weights[0], trace.weights[1])
 
 
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
-def test_a_batch_without_a_loss_is_no_step() -> None:
-    class Without(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx in (2, 3) else super().training_step(batch, batch_idx)
-
-    trace, plan = Trace(), plan_for("32-true")
-    fit(Without(OPTIMIZERS["in order"]), plugins=[plan], callbacks=[trace])
-    assert (plan.applied_steps, plan.skipped_steps) == (6, 0)
-    assert same_weights(trace.weights[1], trace.weights[3])
-
-
 @pytest.mark.parametrize("name", ["ahead", "twice"])
 def test_one_that_has_moved_weights_by_then_cannot_skip_and_says_so(name: str) -> None:
     with pytest.raises(PlanError, match=f"{OPTIMIZERS[name].func.__name__}, which moves weights before"):

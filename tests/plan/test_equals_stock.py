@@ -14,7 +14,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lightning_mp import MixedPrecisionPlan
 from support.cells import sampled
@@ -36,10 +35,6 @@ LOOPS: dict[str, dict[str, Any]] = {
     "accumulate-3, the last window partial": {"accumulate_grad_batches": 3},
     "clip-norm": {"gradient_clip_val": 0.5},
     "clip-value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
-}
-SCHEDULERS: dict[str, Any] = {
-    "one-cycle": partial(OneCycleLR, max_lr=1e-2, total_steps=8),
-    "exponential": partial(ExponentialLR, gamma=0.8),
 }
 
 
@@ -100,12 +95,6 @@ def _pair_but_for_what_the_hooks_see(build: Any, **loop: Any) -> None:
     assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
     for scaled, true in zip(there.seen, here.seen, strict=True):
         assert same_weights({name: gradient / 256.0 for name, gradient in scaled.items()}, true)
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
-def test_with_a_scheduler(mode: str, scheduler: str) -> None:
-    _pair(mode, lambda: Regression(OPTIMIZERS["adamw"], SCHEDULERS[scheduler]))
 
 
 class Lazy(Regression):

@@ -5,25 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    SingleDeviceStrategy,
-    StrategyRegistry,
-)
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lightning_mp.errors import Fault, Faults
-from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.plan import for_strategy
-from lightning_mp.plan.eager import EagerEngine
-from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies import registry
+from lightning_mp import MixedPrecisionPlan, PlanError
 from support.models import Regression
-
-registry.register()  # the mp_* names
+from support.running import trainer
 
 
 class OwnFSDP(FSDPStrategy):
@@ -34,36 +22,19 @@ class OwnDDP(DDPStrategy):
     """A user's subclass."""
 
 
-def _faults(strategy: Any, precision: str = "bf16-mixed", **fields: Any) -> list[Fault]:
-    faults, module = Faults(), Regression()
-    engine = for_strategy.engine_of(strategy)(
-        PrecisionPolicy(precision=precision, **fields),
-        device=torch.device("cpu"),
-        scaler=LossScaler(),
-        distributed=True,
-        global_step=int,
-    )
-    engine.check(module, faults)
-    for_strategy.check(strategy, engine, module, faults)
-    return faults.found
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: SingleDeviceStrategy(torch.device("cpu")),
-        DDPStrategy,
-        OwnDDP,
-        lambda: DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True, static_graph=True),
-    ],
-)
-def test_single_device_and_ddp_are_taken(build: Any) -> None:
-    assert not _faults(build())
-    assert for_strategy.engine_of(build()) is EagerEngine
+def _faults(kind: Any, options: dict[str, Any], precision: str = "bf16-mixed", **fields: Any) -> tuple[Any, ...]:
+    """What a plan says of the strategy, in a run on two processes."""
+    module, plan = Regression(), MixedPrecisionPlan(precision, **fields)
+    strategy = kind(cluster_environment=LightningEnvironment(), **options)
+    module.trainer = trainer(plugins=[plan], strategy=strategy, devices=2)
+    try:
+        plan.convert_module(module)
+    except PlanError as error:
+        return error.faults
+    return ()
 
 
 STOCK = {
-    "FSDP": (FSDPStrategy, {}, "mp_fsdp1"),
     "a subclass of FSDP": (OwnFSDP, {}, "mp_fsdp1"),
     "DeepSpeed": (DeepSpeedStrategy, {}, "mp_deepspeed_zero2"),
     "ZeRO-1": (DeepSpeedStrategy, {"stage": 1}, "mp_deepspeed_zero1"),
@@ -77,13 +48,15 @@ STOCK = {
 def test_a_stock_sharded_strategy_is_refused_with_the_name_of_the_one_that_does_it(
     kind: Any, options: dict[str, Any], instead: str
 ) -> None:
-    (fault,) = _faults(kind(**options))
+    (fault,) = _faults(kind, options)
     assert fault.problem == f"strategy {kind.__name__}"
     assert f"strategy={instead!r}" in fault.fix
     assert instead in StrategyRegistry.available_strategies()
 
 
 HOOKS: dict[str, Any] = {
+    "none": {},
+    "options": {"find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": True},
     "allreduce": {"ddp_comm_hook": default_hooks.allreduce_hook},
     "fp16 compression": {"ddp_comm_hook": default_hooks.fp16_compress_hook},
     "bf16 compression": {"ddp_comm_hook": default_hooks.bf16_compress_hook},
@@ -98,6 +71,8 @@ HOOKS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("hook", "precision", "fields", "refused"),
     [
+        ("none", "bf16-mixed", {}, False),
+        ("options", "bf16-mixed", {}, False),
         ("allreduce", "32-true", {}, False),
         ("allreduce", "bf16-mixed", {}, False),
         ("allreduce", "16-mixed", {}, False),
@@ -117,7 +92,7 @@ HOOKS: dict[str, Any] = {
     ],
 )
 def test_communication_hooks(hook: str, precision: str, fields: dict[str, Any], refused: bool) -> None:
-    found = _faults(DDPStrategy(**HOOKS[hook]), precision, **fields)
+    found = _faults(DDPStrategy, HOOKS[hook], precision, **fields)
     assert len(found) == refused
     for fault in found:
         assert HOOKS[hook]["ddp_comm_hook"].__name__ in fault.problem

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mp import LossScaling, NonFinite, NonFiniteError
+from lightning_mp import LossScaleError, LossScaling, NonFinite, NonFiniteError
 from support.manual import Manual
 from support.models import Regression, same_weights, weights
 from support.nonfinite import Breaks
@@ -57,6 +57,34 @@ def test_three_skips_are_allowed_and_the_fourth_stops_the_run_by_name(mode: str,
     assert (plan.applied_steps, plan.skipped_steps) == (since, ALLOWED + 1)
     for word in ("Non-finite values", "Allowed:", expected, f"step {since + ALLOWED}", "rank 0"):
         assert word in str(error)
+
+
+@pytest.mark.parametrize(
+    ("steps", "allowed", "ends"),
+    [("........", 0, None), (".x......", 0, 1), (".xx.xx..", 2, None), ("..xxx...", 2, 4), ("x.x.xxx.", 2, 6)],
+)
+def test_a_run_ends_on_the_step_that_exceeds_the_budget(steps: str, allowed: int, ends: int | None) -> None:
+    """``x`` is a skip: those in a row count."""
+    bad = tuple(at for at, step in enumerate(steps) if step == "x")
+    module, plan = Regression(overflow_at=bad), plan_for("32-true", nonfinite=NonFinite(max_consecutive=allowed))
+    if ends is None:
+        fit(module, plugins=[plan])
+        assert (plan.applied_steps, plan.skipped_steps) == (8 - len(bad), len(bad))
+    else:
+        assert _stop(module, plan).step == ends
+
+
+@pytest.mark.parametrize("at_min", ["raise", "hold"])
+def test_an_overflow_at_the_floor_ends_a_run_whose_rule_says_so(at_min: Any) -> None:
+    plan = plan_for("16-mixed", LossScaling.deepspeed(initial_scale_power=1, hysteresis=1, at_min=at_min))
+    module = Regression(overflow_at=(0, 1))  # 2 → 1 → 1
+    if at_min == "hold":
+        fit(module, plugins=[plan])
+        assert plan.applied_steps == 6
+        return
+    with pytest.raises(LossScaleError) as caught:
+        fit(module, plugins=[plan])
+    assert caught.value.step == 1
 
 
 @pytest.mark.parametrize("how", ORIGINS)

@@ -165,15 +165,6 @@ def test_a_pin_on_it_leaves_it_where_it_is_sharded_in_a_second_fit_too() -> None
     in_a_process(_pinned_twice)
 
 
-def test_packed_buffers_and_their_scales_stay() -> None:
-    """As GPTQ, AWQ and EETQ keep them."""
-    layer = nn.Linear(4, 4, dtype=torch.float16)
-    layer.register_buffer("qweight", torch.zeros(4, 2, dtype=torch.int32))
-    layer.register_buffer("scales", torch.ones(4, dtype=torch.float16))
-    plan_for("bf16-mixed").convert_module(nn.Sequential(layer))
-    assert (layer.weight.dtype, layer.scales.dtype) == (torch.float32, torch.float16)
-
-
 class Marked(nn.Parameter):
     """A class by which some training scripts tell parameters apart."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch.optim import AdamW
@@ -144,13 +143,3 @@ def test_only_applied_steps_are_averaged(mode: str, kind: str, bad: tuple[int, .
     expected = _expected(kind, trace.start, applied)
     for name, weight in weights(module).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
-
-
-def test_the_callback_is_given_back_and_can_be_saved(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=4)
-    average = AVERAGES["ema"]()
-    module = Regression(partial(torch.optim.AdamW, lr=1e-2), overflow_at=(1,))
-    fit(module, plugins=[plan_for("16-mixed")], callbacks=[average, saver], enable_checkpointing=True)
-    assert "should_update" not in average.__dict__
-    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    assert "averaging_state" in saved

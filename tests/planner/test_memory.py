@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from itertools import repeat
 from pathlib import Path
@@ -23,7 +21,6 @@ from lightning_mp.planner import predict_memory
 from lightning_mp.planner.memory import PARTS
 from lightning_mp.planner.predict import ALONE
 from support import hf
-from support.launching import environment
 from support.models import Regression
 from support.pipeline import Llama
 
@@ -168,16 +165,3 @@ def test_under_zero_and_in_a_pipeline_the_formula_answers_and_its_parts_add_up(n
 def test_what_the_batch_says_is_known(what: Any) -> None:
     batch = (*BATCH, torch.tensor([1, 0, 2]))
     assert predict_memory(_Reads(what), batch, MixedPrecisionPlan()).method == "traced"
-
-
-@pytest.mark.slow
-def test_a_7b_model_is_predicted_within_4_gib() -> None:
-    script = Path(__file__).parent / "seven_billion.py"
-    env = environment(PYTHONPATH=Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    parameters, _, gib = map(float, done.stdout.split()[-3:])
-    assert parameters == 4 * 6_738_415_616
-    assert gib < 4

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from lightning.fabric.connector import _convert_precision_to_unified_args
+from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT_STR_ALIAS_CONVERSION
 
 from lightning_mp import FP8, Checkpointing, LossScaling, MixedPrecisionPlan, NonFinite, Pin, PlanError, PrecisionPolicy
+from lightning_mp.policy import precision_word
 from lightning_mp.policy.precision_policy import TF32_SETTINGS
 from support.policies import policies
 
@@ -25,15 +29,6 @@ def test_a_policy_is_the_mapping_it_is_written_as(policy: PrecisionPolicy) -> No
     assert written.keys() == {item.name for item in fields(PrecisionPolicy)}
     assert PrecisionPolicy.from_dict(written) == policy
     assert PrecisionPolicy.from_dict(json.loads(json.dumps(written))) == policy
-
-
-@settings(max_examples=20)
-@given(policy=policies())
-def test_a_checkpoint_with_a_policy_loads_with_weights_only(policy: PrecisionPolicy) -> None:
-    file = io.BytesIO()
-    torch.save(policy.to_dict(), file)
-    file.seek(0)
-    assert PrecisionPolicy.from_dict(torch.load(file, weights_only=True)) == policy
 
 
 NAMES = {kind.__name__: kind for kind in (FP8, Checkpointing, LossScaling, NonFinite, Pin, PrecisionPolicy)}
@@ -140,3 +135,98 @@ def test_pins_may_be_written_in_many_forms(pins: Any, expected: tuple[Pin, ...])
 )
 def test_tf32_may_be_a_switch_or_torchs_word(written: Any, expected: str | None) -> None:
     assert PrecisionPolicy(tf32=written).tf32 == expected
+
+
+# ---------------------------------------------------------------------- words
+
+WORDS: dict[str, tuple[Any, ...]] = {
+    "16-mixed": (16, "16", "fp16", "float16", "half", torch.float16, "FP16", "Half", "16_mixed", " 16-mixed "),
+    "bf16-mixed": ("bf16", "bfloat16", torch.bfloat16, "BF16", "bfloat16-mixed", "bf16_mixed"),
+    "32-true": (32, "32", "fp32", "float32", "float", torch.float32, "fp32-true", "32_true"),
+    "bf16-true": ("bf16_true", "bfloat16-true", "BF16-True"),
+    "16-true": ("fp16-true", "16_true", "half-true"),
+    "fp8-mixed": ("fp8", "float8", "FP8", "fp8_mixed", "float8-mixed"),
+    "auto": ("AUTO",),
+}
+
+
+@pytest.mark.parametrize(("word", "means"), [(word, mode) for mode, words in WORDS.items() for word in words], ids=str)
+def test_a_word_means_one_precision_wherever_it_is_written(word: Any, means: str) -> None:
+    assert MixedPrecisionPlan(word).policy == PrecisionPolicy(precision=means)
+    assert MixedPrecisionPlan(precision=word).precision == means
+    assert MixedPrecisionPlan.from_config({"precision": word}).policy == PrecisionPolicy(precision=means)
+
+
+@pytest.mark.filterwarnings("ignore:.*is supported for historical reasons")
+@pytest.mark.parametrize("word", [word for word in _PRECISION_INPUT_STR_ALIAS_CONVERSION if "64" not in word])
+def test_lightnings_own_words_mean_what_they_mean_to_its_trainer(word: str) -> None:
+    lightning = _convert_precision_to_unified_args(word)  # type: ignore[arg-type]
+    assert precision_word(word) == lightning
+
+
+@pytest.mark.parametrize(
+    "other", ["64", "64-true", "fp8-true", "tf32", "mixed", "", None, True, 16.0, [16], "32-mixed", "auto-mixed"]
+)
+def test_other_words_mean_none(other: Any) -> None:
+    assert precision_word(other) is None
+
+
+# ---------------------------------------------------------------------- FP8
+
+
+def test_the_defaults_are_rowwise_with_bf16_evaluation_and_the_head_left_out() -> None:
+    policy = PrecisionPolicy(precision="fp8-mixed")
+    assert policy.fp8 == FP8(recipe="rowwise", modules="*", skip=("lm_head",), evaluate="bf16", small="skip")
+    assert (policy.storage_dtype, policy.compute_dtype, policy.reduce_dtype) == ("fp32", "bf16", "fp32")
+    assert policy.mixed
+    assert policy.loss_scaling is None
+    assert PrecisionPolicy().fp8 is None
+
+
+@pytest.mark.parametrize("written", ["tensorwise", {"recipe": "tensorwise"}, FP8(recipe="tensorwise")], ids=str)
+def test_a_recipe_a_mapping_and_the_class_say_the_same(written: Any) -> None:
+    assert MixedPrecisionPlan("fp8", fp8=written).policy.fp8 == FP8(recipe="tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "fix"),
+    [
+        ({"recipe": "row"}, "recipe='row'", "did you mean 'rowwise'"),
+        ({"modules": ()}, "modules=()", "write modules="),
+        ({"modules": 3}, "modules=3", ""),
+        ({"skip": ["a", ""]}, "skip=['a', '']", ""),
+        ({"skip": None}, "skip=None", ""),
+        ({"all_gather": 1, "recipe": "tensorwise"}, "all_gather=1", "boolean"),
+        ({"all_gather": True}, "all_gather=True with recipe='rowwise'", "recipe='tensorwise'"),
+        ({"evaluate": "fp16"}, "evaluate='fp16'", "bf16"),
+        ({"emulate": "no"}, "emulate='no'", "boolean"),
+        ({"small": True}, "small=True", "skip"),
+    ],
+    ids=str,
+)
+def test_a_bad_value_is_named(fields: dict[str, Any], given: str, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        FP8(**fields)
+    (fault,) = error.value.faults
+    assert fault.problem.startswith(given)
+    assert fix in fault.fix
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "auto"])
+def test_it_is_refused_beside_another_precision(precision: str) -> None:
+    with pytest.raises(PlanError, match="'fp8-mixed'"):
+        MixedPrecisionPlan(precision, fp8=FP8())
+
+
+@pytest.mark.slow
+def test_neither_the_package_nor_such_a_plan_imports_torchao() -> None:
+    code = """
+import sys
+import lightning_mp
+plan = lightning_mp.MixedPrecisionPlan("fp8-mixed", fp8="tensorwise")
+plan.describe()
+import lightning_mp.strategies, lightning_mp.callbacks, lightning_mp.preflight.doctor
+print([name for name in sys.modules if name.startswith("torchao")])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.strip() == "[]"

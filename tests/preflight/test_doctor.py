@@ -14,7 +14,6 @@ from torch import nn
 
 from lightning_mp import MixedPrecisionPlan, PlanError, PrecisionPolicy
 from lightning_mp.preflight.doctor import doctor
-from lightning_mp.preflight.fit_checks import warn_at_fit
 from lightning_mp.record.findings import Finding
 from support import hf
 from support.doctor import A100, CPU, Tagger, Wrapped, bert, found, net, resnet
@@ -196,11 +195,3 @@ def test_one_warning_names_code_and_command(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_healthy_fit_says_nothing(mode: str) -> None:
     assert _warned(lambda: fit(Regression(), plugins=[plan_for(mode)])) == []
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_it_takes_models_without_values(device: str) -> None:
-    with torch.device(device):
-        model: nn.Module = hf.gpt2()
-    (text,) = _warned(lambda: warn_at_fit(model.eval(), MixedPrecisionPlan("bf16-mixed").policy))
-    assert "eval_mode" in text

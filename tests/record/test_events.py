@@ -6,7 +6,7 @@ import json
 import re
 
 from lightning_mp.record.events import Event
-from lightning_mp.record.findings import CODES, Finding
+from lightning_mp.record.findings import CODES
 from lightning_mp.record.run_folder import to_json
 
 EVENT = Event(
@@ -41,12 +41,3 @@ def test_the_line_for_people_says_where_why_and_what_to_do() -> None:
 def test_every_code_is_stable_in_form_and_used_once() -> None:
     assert len(set(CODES.values())) == len(CODES)
     assert all(re.fullmatch(r"LMP\d{3}", code) for code in CODES.values())
-
-
-def test_a_finding_knows_its_code_and_reads_as_one_line() -> None:
-    finding = Finding(name="eval_mode", severity="warning", what="it is off", why="w", fix="turn it on")
-    assert finding.code == CODES["eval_mode"]
-    assert finding.to_dict()["code"] == finding.code
-    assert str(finding) == f"{finding.code} warning: it is off. Why: w. Fix: turn it on"
-    placed = Finding(name="norm_in_half", severity="warning", what="x", why="w", fix="f", where="model.norm")
-    assert "[model.norm]" in str(placed)

@@ -218,22 +218,6 @@ def _resumes(
         assert _losses(tmp_path / "lightning_mp_run_2") == [0, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory")
-@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before")
-def test_a_run_with_a_run_dir_leads_no_later_run_to_the_folder_that_it_resumed_from(tmp_path: Path) -> None:
-    def train(steps: int, run_dir: Path | None = None, ckpt_path: Path | None = None) -> None:
-        monitors = [TrainingHealth(run_dir, report=False), ModelCheckpoint(tmp_path, filename=f"at_{steps}")]
-        options: Any = {**QUIET, "enable_checkpointing": True, "max_epochs": 3, "default_root_dir": tmp_path}
-        fit(Regression(), **options, callbacks=monitors, max_steps=steps, ckpt_path=ckpt_path)
-
-    train(4)
-    train(6, tmp_path / "given", tmp_path / "at_4.ckpt")
-    first = (tmp_path / "lightning_mp_run" / "metrics.jsonl").read_bytes()
-    train(8, None, tmp_path / "at_6.ckpt")
-    assert (tmp_path / "lightning_mp_run" / "metrics.jsonl").read_bytes() == first
-    assert _losses(tmp_path / "lightning_mp_run_2") == [6, 7]
-
-
 def test_a_folder_that_is_refused_leaves_no_hook_in_the_module(in_folder: Path) -> None:
     module = Regression()
     before = set(vars(module))

@@ -147,11 +147,6 @@ def test_one_device_under_this_packages_strategy_is_lightnings_single_device(run
     assert auto["hosted"] == {"wrapped": False, "group": False, "launcher": False}
 
 
-def test_one_device_draws_its_samples_as_lightnings_single_device(runs: Runs) -> None:
-    """Shuffled by torch's generator, not by DistributedSampler's."""
-    assert across.shuffled("auto") == across.shuffled("stock")
-
-
 @pytest.mark.parametrize("reader", LOSERS)
 def test_a_weight_that_is_missing_is_named(runs: Runs, tmp_path: Path, reader: str) -> None:
     runs.saved("16-mixed", "stock")

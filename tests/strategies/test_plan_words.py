@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, DoublePrecision
@@ -80,19 +79,6 @@ def test_a_plan_by_name_is_the_runs_beside_any_precision(name: str, caplog: pyte
     assert len({id(plan), id(alone), id(beside)}) == 3
     with pytest.raises(PlanError, match="DoublePrecision"):
         _plan_of(strategy=f"mp_{name}@mine_1-x", plugins=[DoublePrecision()])
-
-
-def test_a_name_is_registered_again_from_whatever_makes_a_plan(tmp_path: Path) -> None:
-    file = tmp_path / "plan.yaml"
-    file.write_text(yaml.safe_dump({"precision": "bf16-mixed", "pins": {"norms": "fp32"}}))
-    ways: list[tuple[Any, MixedPrecisionPlan]] = [
-        ({"precision": "16-mixed"}, MixedPrecisionPlan("16-mixed")),
-        (file, MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"})),
-        (MixedPrecisionPlan("32-true"), MixedPrecisionPlan("32-true")),
-    ]
-    for given, made in ways:
-        register_plan("again", given)
-        assert _plan_of(strategy="mp_ddp@again").same_as(made)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a@b", "ä", "x.y", None, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from playwright.sync_api import Browser
 from lightning_mp.record.report import write_report
 from record.report.browser import DESKTOP, PHONE, Shown, chromium
 from record.report.runs import COLLAPSE, OVERFLOWS, SPIKE, values, write_run
-from record.report.test_report import HOSTILE
 
 pytestmark = pytest.mark.slow
 
@@ -155,13 +153,3 @@ def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str,
     shown.frames()
     assert [curve["visible"] for curve in shown.charts()["Memory"]["curves"]] == [True, False, True]
     assert [curve["visible"] for curve in shown.charts()["Loss"]["curves"]] == [True, True]
-
-
-def test_markup_from_files_does_nothing(show: Show, tmp_path: Path) -> None:
-    folder = write_run(tmp_path, module=HOSTILE, status="failed", error=HOSTILE)
-    with (folder / "metrics.jsonl").open("a") as file:
-        for step in (31, 32):
-            file.write(json.dumps({"step": step, "health/fp8_amax": 1.0, f"health/fp8_amax/{HOSTILE}": 2.0}) + "\n")
-    shown = show(write_report(folder).as_uri())
-    assert shown.page.evaluate("window.hurt === undefined && document.querySelectorAll('main img').length === 0")
-    assert HOSTILE in (shown.page.locator("[id='chart-FP8: largest magnitudes'] .keys").text_content() or "")
