@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from torch import cuda
+from torch.backends import mps
+
 from lightning_mp.cli.config import RUN_DIR, composed, signature_of
 from lightning_mp.comparison.compare import fit_arguments
 from lightning_mp.compat.lightning import (
@@ -20,7 +23,7 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, one_line
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted, is_whole, one_line
 from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
@@ -117,7 +120,12 @@ def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, d
 
 
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
-    """The Trainer itself."""
+    """The Trainer itself; more processes of a CPU than it can hold are refused before they take its memory."""
+    devices, cores = arguments.get("devices"), os.cpu_count() or 1
+    on_cpu = arguments.get("accelerator") == "cpu" or not (cuda.is_available() or mps.is_available())
+    if on_cpu and is_whole(devices) and devices > 4 * cores:
+        faults.add(f"trainer.devices={devices}, processes on {counted(cores, 'core')}", fix="write 1 or 2")
+        faults.raise_if_any()
     try:
         return Trainer(**arguments)
     except PlanError:

@@ -104,8 +104,8 @@ class _Watch(Callback):
     seed: int
     steps: int
     losses: list[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
-    tokens: int | None = 0
-    samples: int | None = 0
+    work: int = 0
+    unit: str = "tokens"
     seconds: float = 0.0
     _step: int = 0
     _start: float | None = None
@@ -129,10 +129,9 @@ class _Watch(Callback):
         if self._start is None and self._step >= min(WARM_UP_STEPS, self.steps // 2):
             self._start = _now(trainer)
         if self._start is not None:
-            count = default_tokens(batch)
-            self.tokens = None if count is None or self.tokens is None else self.tokens + count
-            count = samples_in(batch)
-            self.samples = None if count is None or self.samples is None else self.samples + count
+            tokens = default_tokens(batch)
+            self.unit = "samples" if tokens is None else "tokens"
+            self.work += (samples_in(batch) or 0) if tokens is None else tokens
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -225,7 +224,6 @@ class Runs:
         if first[:both] != seen[:both]:
             fix = "give data as a function that makes it, with its generators and iterators"
             raise PlanError.of(f"one plan met other batches than another in seed {seed}", fix, "compare")
-        work, unit = (watch.samples, "samples") if watch.tokens is None else (watch.tokens, "tokens")
         # ranks of one replica, as the stages of a pipeline, share its batches
         replicas: int = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         tail = losses[-self.last :]
@@ -233,8 +231,8 @@ class Runs:
             seed=seed,
             losses=tuple(losses),
             final_loss=(statistics.fmean(tail) if all(map(math.isfinite, tail)) else math.nan) if tail else None,
-            rate=work * replicas / watch.seconds if work and watch.seconds else None,
-            unit=unit,
+            rate=watch.work * replicas / watch.seconds if watch.work and watch.seconds else None,
+            unit=watch.unit,
             peak_bytes=None if peak is None else peak.bytes,
             skipped=int(plan.skipped_steps),
             error=None if tail else "no step with a loss",
@@ -391,15 +389,11 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
 def _first_steps(runs: Runs, named: Mapping[str, PrecisionPolicy]) -> dict[str, int | Exception | None]:
     """The trial of every plan in seed 0; the errors of all plans that are refused are raised together."""
     refused: dict[Fault, list[str]] = {}
-
-    def tried(name: str, policy: PrecisionPolicy) -> int | Exception | None:
-        try:
-            return _attempt(partial(runs.trial, policy, 0))
-        except PlanError as error:
-            for fault in error.faults:
-                refused.setdefault(fault, []).append(name)
-
-    peaks = {name: tried(name, policy) for name, policy in named.items()}
+    peaks: dict[str, int | Exception | None] = {}
+    for name, policy in named.items():
+        peaks[name] = tried = _attempt(partial(runs.trial, policy, 0))
+        for fault in tried.faults if isinstance(tried, PlanError) else ():
+            refused.setdefault(fault, []).append(name)
     with Faults(SUBJECT) as faults:
         for fault, names in refused.items():
             whose = "" if len(names) == len(named) else f"{', '.join(names)}: "
@@ -421,8 +415,9 @@ def _run_all(
     for seed in range(seeds):
         turn = seed % len(names)
         for name in names[turn:] + names[:turn]:
-            peak = peaks[name] if seed == 0 else _attempt(partial(runs.trial, named[name], seed))
-            outcome = peak if isinstance(peak, Exception) else _attempt(partial(runs.run, named[name], seed))
+            outcome, peak = _attempt(partial(runs.run, named[name], seed)), peaks[name]
+            if isinstance(outcome, PlanError):
+                raise outcome
             if isinstance(outcome, Exception):
                 outcome = RunResult(seed, error=f"{type(outcome).__name__}: {one_line(outcome)}")
             elif isinstance(peak, int):
@@ -434,11 +429,9 @@ def _run_all(
 
 
 def _attempt(call: Callable[[], T]) -> T | Exception:
-    """What ``call`` returns, or its error; a refusal is raised."""
+    """What ``call`` returns, or its error."""
     try:
         return call()
-    except PlanError:
-        raise
     except Exception as error:  # whatever a user's code, or a device that is full, raises
         return error
 

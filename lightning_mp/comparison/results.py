@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_mp.errors import counted, is_number
+from lightning_mp.errors import counted, in_bytes, is_number, number
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.record import metric_names
 from lightning_mp.record.report.charts import Panel, draw
@@ -32,7 +32,6 @@ _STUDENT = (
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 NOTHING = "-"
-_FEW = 100
 #: columns of a terminal that has room for standard deviations
 _WIDE = 100
 _DEVIATION = ", mean ± sd"
@@ -342,30 +341,17 @@ def _times(speed: float) -> str:
 
 def heads(comparison: Comparison) -> list[str]:
     """The columns' names; a comma is where a narrow one may break."""
-    first = comparison.plans[0]
-    peak = f"peak {_memory_unit(first)[0]}{_DEVIATION}"
-    return ["plan", f"{first.unit}/s{_DEVIATION}", "speed", peak, f"final loss{_DEVIATION}", *_PAIRED]
-
-
-def _memory_unit(first: PlanResult) -> tuple[str, int]:
-    """The unit of a column, and its bytes: MiB, or KiB for a model that takes less than one."""
-    return ("KiB", 2**10) if first.peak_bytes and first.peak_bytes.mean < 2**20 else ("MiB", 2**20)
+    rate = f"{comparison.plans[0].unit}/s{_DEVIATION}"
+    return ["plan", rate, "speed", "peak memory", f"final loss{_DEVIATION}", *_PAIRED]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
     """The cells of every plan, the first without a difference."""
-    first = comparison.plans[0]
-    base, unit = first.rate, _memory_unit(first)[1]
-    found = [
-        [
-            plan.name,
-            _with_sd(plan.rate, "{:,.0f}" if plan.rate and plan.rate.mean >= _FEW else "{:.3g}"),
-            f"{plan.rate.mean / base.mean:.2f}x" if plan.rate and base else NOTHING,
-            _with_sd(plan.peak_bytes, "{:,.1f}", unit),
-            _with_sd(plan.final_loss, "{:.4f}"),
-        ]
-        for plan in comparison.plans
-    ]
+    found: list[list[str]] = []
+    for plan in comparison.plans:
+        speed = _ratio(plan.rate, comparison.plans[0].rate)
+        loss = _with_sd(plan.final_loss, "{:.4f}".format)
+        found.append([plan.name, _with_sd(plan.rate, number), f"{speed:.2f}x" if speed else NOTHING, _peak(plan), loss])
     found[0] += [NOTHING] * len(_PAIRED)
     for cells, one in zip(found[1:], comparison.differences, strict=True):
         mean = NOTHING if one.mean_difference is None else signed(one.mean_difference)
@@ -373,11 +359,14 @@ def rows(comparison: Comparison) -> list[list[str]]:
     return found
 
 
-def _with_sd(spread: Spread | None, form: str, unit: float = 1) -> str:
+def _peak(plan: PlanResult) -> str:
+    return NOTHING if plan.peak_bytes is None else in_bytes(plan.peak_bytes.mean)
+
+
+def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
     if spread is None:
         return NOTHING
-    mean = form.format(spread.mean / unit)
-    return mean if spread.sd is None else f"{mean} ± {form.format(spread.sd / unit)}"
+    return form(spread.mean) + ("" if spread.sd is None else f" ± {form(spread.sd)}")
 
 
 def signed(value: float) -> str:
@@ -426,7 +415,6 @@ def render(comparison: Comparison) -> str:
     alike = all(one.verdict == "same" for one in comparison.differences)
     if any(run.finite(metric_names.LOSS) for run in runs) and not (charts and alike):
         charts.append(draw(Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"}), runs))
-    unit, size = _memory_unit(plans[0])
     return document(
         Path(__file__).with_name("compare.html.j2"),
         title=f"{len(plans)} plans compared",
@@ -437,8 +425,8 @@ def render(comparison: Comparison) -> str:
         failed=[(plan.name, run) for plan in plans for run in plan.failed],
         verdicts=list(enumerate(verdicts(comparison))),
         bars=[
-            (f"Speed, {plans[0].unit} a second", "longer is better", _bars([plan.rate for plan in plans], 1)),
-            (f"Peak memory, {unit}", "shorter is better", _bars([plan.peak_bytes for plan in plans], size)),
+            (f"Speed, {plans[0].unit} a second", "longer is better", _bars(plan.rate for plan in plans)),
+            ("Peak memory", "shorter is better", _bars((plan.peak_bytes for plan in plans), in_bytes)),
         ],
         heads=heads(comparison),
         rows=list(enumerate(rows(comparison))),
@@ -480,8 +468,8 @@ def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
     return {**chart, "latest": f"dashed: ±{margin:.2g}, the same", "rules": [-margin, 0.0, margin]}
 
 
-def _bars(spreads: Sequence[Spread | None], unit: float) -> list[tuple[float, str]]:
-    """The length of each bar in percent of the longest, and its number with its deviation."""
-    longest = max((spread.mean for spread in spreads if spread), default=1.0) or 1.0
-    form = "{:,.1f}" if longest / unit < _FEW else "{:,.0f}"
-    return [(100 * spread.mean / longest if spread else 0.0, _with_sd(spread, form, unit)) for spread in spreads]
+def _bars(spreads: Iterable[Spread | None], form: Callable[[float], str] = number) -> list[tuple[float, str]]:
+    """The length of each bar in percent of the longest, and its number."""
+    means = [None if spread is None else spread.mean for spread in spreads]
+    longest = max((mean for mean in means if mean), default=1.0)
+    return [(0.0, NOTHING) if mean is None else (100 * mean / longest, form(mean)) for mean in means]

@@ -22,8 +22,6 @@ _DEGREES = tuple(2**power for power in range(13))
 #: Faster by less than this, a layout with more parts is not worth them.
 _MARGIN = 1.03
 RANKED = f"Ranked by speed; of layouts within {_MARGIN - 1:.0%} the one with fewer kinds of parallelism comes first."
-#: the counts of GPUs that are tried where a model does not fit
-_MOST_GPUS = 65536
 _CAUSAL_LM = "lightning_mp.demo.language_model.CausalLM"
 #: of a config.json what says how it was saved
 _NOT_OF_A_MODEL = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config")
@@ -66,12 +64,9 @@ class Advice:
         """A file that ``lightning-mp train`` runs as it is; of a bare size it names a Llama of it.
 
         Raises:
-            PlanError: nothing fits, or this release cannot run the choice.
+            PlanError: nothing fits, or it is of a module.
         """
-        choice = choice or self.best
-        if choice.blocked:
-            raise PlanError.of(f"this release does not run {_label(choice.layout)}", choice.blocked, "advise")
-        return _yaml(choice, self.module, self.tokens)
+        return _yaml(choice or self.best, self.module, self.tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -169,7 +164,7 @@ def _layouts(shape: ModelShape, base: Layout, global_batch: int | None, offload:
     for tensor, pipeline in itertools.product(dict.fromkeys(degrees), repeat=2):
         if tensor > base.gpus_per_node or shape.heads % tensor or shape.kv_heads % tensor or pipeline > shape.layers:
             continue
-        if base.nvlink == "pairs" and tensor > 2:
+        if (base.nvlink == "pairs" and tensor > 2) or (tensor > 1 and pipeline > 1):  # no strategy has both
             continue
         data, rest = divmod(base.gpus, tensor * pipeline)
         if rest or (global_batch is not None and global_batch % data):
@@ -182,7 +177,7 @@ def _layouts(shape: ModelShape, base: Layout, global_batch: int | None, offload:
 
 def _strategies(base: Layout, data: int, tensor: int, pipeline: int, offload: bool) -> Iterator[str]:
     if pipeline > 1:
-        yield "pipeline" if tensor == 1 else "fsdp2"
+        yield "pipeline"
         return
     if tensor == 1:
         yield "ddp" if data > 1 else "auto"
@@ -207,12 +202,12 @@ def _best_of(shape: ModelShape, layout: Layout, global_batch: int | None, micro_
 
 
 def _rank(each: Estimate) -> tuple[float, ...]:
-    """What can be run here, then speed in steps of the margin, then the plainer way, then the larger micro-batch."""
+    """Speed in steps of the margin, then the plainer way, then the larger micro-batch."""
     layout = each.layout
     steps = round(math.log(each.tokens_per_s.mid, _MARGIN))
     parts = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.strategy not in ("auto", "ddp"))
     kind = CHECKPOINTING.index(layout.checkpointing)
-    return bool(each.blocked), -steps, parts, kind, -layout.micro_batch, -each.tokens_per_s.mid
+    return -steps, parts, kind, -layout.micro_batch, -each.tokens_per_s.mid
 
 
 def _label(layout: Layout) -> str:
@@ -242,33 +237,21 @@ def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
         if not each.fits:
             missing = each.missing_bytes / _GIB
             lines.append(f"{_label(each.layout)} does not fit: {missing:,.1f} GiB missing at its smallest")
-    blocked = [each.blocked for each in fitting[1:] if each.blocked]
-    for number, each in enumerate(fitting[1:], 1):
-        if each.blocked and each.blocked in [better.blocked for better in fitting[1:number]]:
-            continue
-        alike = blocked.count(each.blocked)
-        best = f", the best of {alike} alike" if alike > 1 else ""
+    for each in fitting[1:]:
         slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
         speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"
-        why = each.blocked or ("" if slower > 0 else "it has more parts, or a smaller batch")
-        lines.append(f"{_label(each.layout)}{best}: {speed}{why and '; '}{why}")
+        why = "" if slower > 0 else "; it has more parts, or a smaller batch"
+        lines.append(f"{_label(each.layout)}: {speed}{why}")
     return tuple(lines)
 
 
 def _nearest(shape: ModelShape, base: Layout, offload: bool) -> int | None:
-    """The smallest count on which something fits: in nodes, or in GPUs of one."""
-
-    def fits(gpus: int) -> bool:
+    """How many GPUs are enough: the first of twice, four times, … as many."""
+    for gpus in (base.gpus * 2**power for power in range(1, 14)):
         layouts = _layouts(shape, replace(base, gpus=gpus), None, offload)
-        return any(each is not None and each.fits for each in (_best_of(shape, one, None, 1) for one in layouts))
-
-    enough = base.gpus * 2
-    while not fits(enough):
-        enough *= 2
-        if enough > _MOST_GPUS:
-            return None
-    step = base.gpus_per_node if enough > 2 * base.gpus_per_node else 1
-    return next((gpus for gpus in range(enough // 2 + step, enough, step) if fits(gpus)), enough)
+        if any(each is not None and each.fits for each in (_best_of(shape, one, None, 1) for one in layouts)):
+            return gpus
+    return None
 
 
 # ---------------------------------------------------------------------- a choice as a file for ``lightning-mp train``

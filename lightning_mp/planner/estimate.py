@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lightning_mp.errors import Faults, PlanError, is_number
 from lightning_mp.planner.memory import STRATEGIES, TENSOR_HEADROOM, USABLE, compute_bytes, held, memory
@@ -48,7 +48,7 @@ class Range(NamedTuple):
 
 #: fields of the layout that an estimate has too
 _OF_A_LAYOUT = ("precision", "strategy", "data", "tensor", "pipeline", "checkpointing", "micro_batch", "accumulate")
-_FIGURES = ("memory_bytes", "reason", "blocked", "mfu", "convention", "parts")
+_FIGURES = ("memory_bytes", "reason", "mfu", "convention", "parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +63,16 @@ class Estimate:
     layout: Layout
     tokens_per_s: Range
     parts: dict[str, float]
-    convention: str
     #: whether runs on this GPU in this mode were published
     measured: bool
     #: why ``advise`` chose it
     reason: str = ""
+    convention: ClassVar[str] = "mosaicml"
 
     def __getattr__(self, name: str) -> Any:
         if name not in _OF_A_LAYOUT:
             raise AttributeError(name)
         return getattr(self.layout, name)
-
-    @property
-    def blocked(self) -> str:
-        """Why this release cannot run it from a file, as a fix; empty where it can."""
-        if self.layout.pipeline > 1 and self.layout.strategy != "pipeline":
-            return "no strategy of this release has tensor and pipeline parallelism at once: use fsdp2 with tensor"
-        return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -154,7 +147,6 @@ def estimate(  # noqa: PLR0913  what there is to say of a layout, by name
     nvlink: str = "full",
     interconnect_gbps: float | None = None,
     gpus_per_node: int = 8,
-    convention: str = "mosaicml",
 ) -> Estimate:
     """Speed and memory of ``shape`` on ``gpus`` GPUs.
 
@@ -165,20 +157,18 @@ def estimate(  # noqa: PLR0913  what there is to say of a layout, by name
     Raises:
         PlanError: an unknown word, degrees that do not fill the GPUs, a mode that the GPU cannot do; all at once.
     """
-    words = {name: value for name, value in locals().items() if name not in ("shape", "convention")}
+    words = {name: value for name, value in locals().items() if name != "shape"}
     with Faults("estimate") as faults:
-        if convention not in CONVENTIONS:
-            faults.unknown("convention", convention, CONVENTIONS, "write one of these")
         layout = checked(shape, faults, STRATEGIES, **words)
     assert layout is not None
-    return of_layout(shape, layout, convention)
+    return of_layout(shape, layout)
 
 
-def of_layout(shape: ModelShape, layout: Layout, convention: str = "mosaicml") -> Estimate:
+def of_layout(shape: ModelShape, layout: Layout) -> Estimate:
     """The same of a layout that is known to be right."""
     measured = is_measured(layout) and shape.active == shape.params  # no run of a mixture is in the fit
     speed = spread(predicted(shape, layout), SPREAD if measured else UNMEASURED_SPREAD)
-    return Estimate(shape, layout, speed, memory(shape, layout), convention, measured)
+    return Estimate(shape, layout, speed, memory(shape, layout), measured)
 
 
 # ---------------------------------------------------------------------- how fast

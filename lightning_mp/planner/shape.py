@@ -104,11 +104,7 @@ class ModelShape:
         if not hidden or not layers:
             said = f"a config with {', '.join(sorted(map(str, known))) or 'nothing'} says no width and number of layers"
         elif (experts > 1 and kind not in _MIXTURES) or known.get("is_encoder_decoder") or images:
-            what = f"a mixture of {experts} experts" if experts > 1 else "a model of images" if images else ""
-            said = (
-                f"a config of {what or 'an encoder and a decoder'} is neither of a dense decoder nor of the mixtures "
-            )
-            said += f"that are counted ({', '.join(_MIXTURES)})"
+            said = f"model_type={kind!r} is no dense decoder, and no mixture that is counted ({', '.join(_MIXTURES)})"
         if said:
             raise PlanError.of(said, "give ModelShape(params, layers, hidden, active=..., ...)", "ModelShape")
         heads = first("num_attention_heads", "n_head", "n_heads")

@@ -50,6 +50,12 @@ def test_the_bar_shows_the_loss_and_the_scale(tmp_path: Path) -> None:
     assert (shown["scale"], shown["loss"]) == ("64", f"{health.rows[-1]['train/loss']:.4g}")
 
 
+def test_more_processes_than_a_cpu_can_hold_are_refused_before_one_starts() -> None:
+    result = CliRunner().invoke(app, ["audit", "experiment=llama_tiny", "plan=fp32", "trainer.devices=999"])
+    assert result.exit_code == 2
+    assert "trainer.devices=999, processes on" in result.stderr
+
+
 # ---------------------------------------------------------------------- every file of the package runs
 
 
