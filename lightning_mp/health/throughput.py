@@ -17,7 +17,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
-from lightning_mp.compat.torchao import held_dtype
 from lightning_mp.numerics.dtypes import describe, has_tf32, tensors_in
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.side_run import around_passes
@@ -53,13 +52,12 @@ class Throughput:
         self._batch: tuple[Any, Any] = (None, None)
         #: the peak FLOP/s of this rank's device
         self.peak = peak_flops
-        self._fp8_peak: hardware.Peak | None = None
 
     def start(self, trainer: Trainer) -> None:
         """Look the device's peak up, if none was given."""
         known, dtype = describe(trainer.strategy.root_device), _compute_dtype(trainer)
         if self.peak is None and dtype is not None and (peak := hardware.peak(known, dtype)) is not None:
-            self.peak, self._fp8_peak = peak.flops_per_s, hardware.peak(known, "fp8")
+            self.peak = peak.flops_per_s
 
     def pauses(self) -> None:
         """Time before the next batch (starting workers, validation) does not count."""
@@ -110,9 +108,6 @@ class Throughput:
 
     def _conclude(self, counter: CountFlops) -> None:
         self._counted = float(counter.total), *self._batch
-        if self.peak is not None and self._fp8_peak is not None and counter.fp8:
-            share = counter.fp8 / counter.total  # each kind takes the time that its own peak allows
-            self.peak = 1 / (share / self._fp8_peak.flops_per_s + (1 - share) / self.peak)
         if counter.uncounted:
             self.peak = None
 
@@ -189,8 +184,6 @@ class CountFlops(compat.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
-        #: those of it that are products in FP8
-        self.fp8 = 0
         #: whether an operator's FLOPs could not be told
         self.uncounted = False
 
@@ -201,9 +194,7 @@ class CountFlops(compat.TorchDispatchMode):
         count = _RULES.get(getattr(func, "overloadpacket", None))
         if count is not None and not _recomputes():
             try:
-                flops = count(*args, **(kwargs or {}), out_val=out)
-                self.total += flops
-                self.fp8 += flops if args and held_dtype(args[0]).itemsize == 1 else 0
+                self.total += count(*args, **(kwargs or {}), out_val=out)
             except Exception:  # a shape that a rule of torch's does not foresee is no reason to end a run
                 self.uncounted = True
         return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -12,10 +11,7 @@ from torch import nn
 
 from lightning_mp.compat.lightning import (
     DDPStrategy,
-    DeepSpeedPrecision,
     DoublePrecision,
-    FSDPPrecision,
-    FSDPStrategy,
     HalfPrecision,
     MixedPrecision,
     Precision,
@@ -31,7 +27,7 @@ from lightning_mp.policy import STORAGE_DTYPES, PrecisionPolicy
 from lightning_mp.policy.precision_policy import DTYPES_OF
 from lightning_mp.precision_audit.observer import Observed, Ran
 
-_STOCK = (MixedPrecision, HalfPrecision, FSDPPrecision, DeepSpeedPrecision, DoublePrecision)
+_STOCK = (MixedPrecision, HalfPrecision, DoublePrecision)
 AS_STORED = "as stored"
 _HALF = frozenset(("bf16", "fp16", "fp8"))
 
@@ -120,7 +116,7 @@ def by_policy(
 
 
 def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
-    """What one of Lightning's own plugins does, as its documentation has it."""
+    """What one of Lightning's own plugins does, as its documentation has it; nothing under its FSDP and DeepSpeed."""
     precision = str(plugin.precision)
     by, bound = f"{type(plugin).__name__}({precision!r})", active_pins(modules)
     _, half = DTYPES_OF.get(precision, (None, None))
@@ -128,21 +124,7 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
         note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
         return Declaration(by=by, pins=bound, notes=(note,))
     mixed = precision.endswith("-mixed")
-    if isinstance(plugin, DeepSpeedPrecision):
-        # DeepSpeed's engines cast every parameter and keep fp32 copies of their own; its JSON says what is reduced in
-        state = "fp32" if mixed or half == "fp32" else None
-        return Declaration(by=by, pins=bound, compute=half, storage=half, frozen=True, state=state)
     storage = "fp32" if mixed else half
-    if isinstance(strategy, FSDPStrategy):  # gathers in param_dtype: everything then runs in it, norms included
-        with warnings.catch_warnings():  # Lightning has warned of it when the run began
-            warnings.simplefilter("ignore")
-            own: Any = strategy.mixed_precision_config
-        dtypes = (getattr(own, name, None) for name in ("param_dtype", "reduce_dtype"))
-        compute, reduce = (dtype_name(dtype) if dtype else None for dtype in dtypes)
-        half = compute or half
-        return Declaration(
-            by=by, pins=bound, compute=half, storage=storage, reduce=reduce, state=AS_STORED, frozen=not mixed
-        )
     own_sum = isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
     return Declaration(
         by=by,

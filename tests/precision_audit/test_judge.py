@@ -16,10 +16,9 @@ from lightning.pytorch.plugins.precision import (
     Precision,
     XLAPrecision,
 )
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import MixedPrecision as MixedPrecisionOfFSDP
 
 from lightning_mp.precision_audit.judge import AS_STORED, Declaration, by_stock, differences
 from lightning_mp.precision_audit.observer import Observed, Ran
@@ -165,10 +164,6 @@ PLUGINS: list[tuple[Precision, tuple[Any, ...]]] = [
     (MixedPrecision("16-mixed", "cpu"), ("fp32", "fp16", True, AS_STORED, False)),
     (HalfPrecision("bf16-true"), ("bf16", "bf16", False, AS_STORED, True)),
     (HalfPrecision("16-true"), ("fp16", "fp16", False, AS_STORED, True)),
-    (DeepSpeedPrecision("32-true"), ("fp32", "fp32", False, "fp32", True)),
-    (DeepSpeedPrecision("bf16-mixed"), ("bf16", "bf16", False, "fp32", True)),
-    (DeepSpeedPrecision("16-mixed"), ("fp16", "fp16", False, "fp32", True)),
-    (DeepSpeedPrecision("16-true"), ("fp16", "fp16", False, None, True)),
 ]
 
 
@@ -177,28 +172,6 @@ def test_a_stock_plugin(plugin: Precision, wanted: tuple[Any, ...]) -> None:
     found = by_stock(plugin, ONE, _modules(_net()))
     assert (found.storage, found.compute, found.autocast, found.state, found.frozen) == wanted
     assert found.by == f"{type(plugin).__name__}({plugin.precision!r})"
-
-
-@pytest.mark.parametrize(
-    ("precision", "wanted"),
-    [
-        ("32-true", ("fp32", "fp32", "fp32")),
-        ("bf16-mixed", ("fp32", "bf16", "bf16")),
-        ("bf16-true", ("bf16", "bf16", "bf16")),
-    ],
-)
-def test_stock_fsdp_gathers_and_sums_in_what_it_says(precision: Any, wanted: tuple[str, ...]) -> None:
-    plugin = FSDPPrecision(precision)
-    found = by_stock(plugin, FSDPStrategy(precision_plugin=plugin), _modules(_net()))
-    assert (found.storage, found.compute, found.reduce) == wanted
-    assert not found.autocast  # norms are gathered in half precision too
-
-
-def test_stock_fsdp_with_a_reduce_dtype_alone_computes_in_the_plugins() -> None:
-    plugin = FSDPPrecision("bf16-true")
-    strategy = FSDPStrategy(precision_plugin=plugin, mixed_precision=MixedPrecisionOfFSDP(reduce_dtype=torch.float32))
-    found = by_stock(plugin, strategy, _modules(_net()))
-    assert (found.storage, found.compute, found.reduce) == ("bf16", "bf16", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +191,8 @@ def test_a_plugin_nobody_here_knows_declares_nothing() -> None:
     class Own(Precision):
         precision: Any = "bf16-true"
 
-    for plugin in (Own(), XLAPrecision.__new__(XLAPrecision)):
+    unknown = Own(), XLAPrecision.__new__(XLAPrecision), FSDPPrecision("bf16-mixed"), DeepSpeedPrecision("bf16-mixed")
+    for plugin in unknown:
         found = by_stock(plugin, ONE, _modules(_net()))
         assert (found.storage, found.compute, found.declared("0")) == (None, None, None)
         assert "not judged" in found.notes[0]
