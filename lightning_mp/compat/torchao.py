@@ -19,8 +19,6 @@ from lightning_mp.errors import MissingExtraError
 
 #: the plan's words for recipes, and torchao's where they differ
 _RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
-#: the autograd functions that compute the products
-_PRODUCTS = ("matmul_with_hp_or_float8_args", "mx_mm")
 
 #: rows (tokens, in) and a transposed weight (in, out) to their product (tokens, out), in FP8 in both passes
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -148,17 +146,6 @@ def held_dtype(tensor: Tensor) -> torch.dtype:
     if type(tensor).__name__ == "MXTensor":
         return cast("Any", tensor).qdata.dtype
     return cast("Any", tensor)._data.dtype if holds_fp8(tensor) else tensor.dtype
-
-
-def product_node(output: Tensor) -> Any:
-    """The node of the graph that computes the backward products of a converted layer's ``output``, or ``None``."""
-    nodes = [output.grad_fn]
-    for _ in range(8):  # a bias, views and slices lie between
-        found = next((node for node in nodes if type(node).__name__.startswith(_PRODUCTS)), None)
-        if found is not None:
-            return found
-        nodes = [above for node in nodes if node is not None for above, _ in node.next_functions]
-    return None
 
 
 def holds_fp8(tensor: Tensor) -> bool:

@@ -55,8 +55,6 @@ class Declaration:
     pins: Mapping[str, str] = field(default_factory=dict[str, str])
     wide: Mapping[str, str] = field(default_factory=dict[str, str])
     fp8: frozenset[str] = frozenset()
-    #: that their weights' gradients are products in ``compute``
-    fp8_but_weights: bool = False
     notes: tuple[str, ...] = ()
 
     def declared(self, name: str) -> str | None:
@@ -110,7 +108,6 @@ def by_policy(
         pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
         wide={name: wide[id(module)] for name, module in modules.items() if id(module) in wide},
         fp8=frozenset(name for name, module in modules.items() if id(module) in converted),
-        fp8_but_weights=policy.fp8 is not None and policy.fp8.recipe.endswith("_gw_hp"),
         notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
     )
 
@@ -238,9 +235,7 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
     found, pinned = set(ran.dtypes), name in declaration.pins
     by_lists = declaration.autocast and not pinned
     if name in declaration.fp8:  # its bias and what it was given are autocast's
-        weights = declaration.fp8_but_weights and any("fp8" in other.dtypes for other in seen.ran)
-        apart = ran.kind != "product" or (weights and "fp8" not in ran.dtypes)
-        wanted = declaration.compute or wanted if apart else "fp8"
+        wanted = "fp8" if ran.kind == "product" else declaration.compute or wanted
     if ran.kind == "product":
         # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
         tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()

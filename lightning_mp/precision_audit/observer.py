@@ -16,8 +16,7 @@ from lightning_mp.compat import lightning
 from lightning_mp.compat.deepspeed import partitions
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, in_backward_formula, is_compiled
-from lightning_mp.compat.torchao import held_dtype, product_node
-from lightning_mp.modules.fp8 import is_converted
+from lightning_mp.compat.torchao import held_dtype
 from lightning_mp.modules.patterns import original_class, plain_name
 from lightning_mp.numerics.dtypes import dtype_name, floating_in, has_tf32, uncastable
 from lightning_mp.plan.side_run import around_passes
@@ -166,8 +165,6 @@ class Watch(TorchDispatchMode):
         self.in_backward = False
         self._compiled = any(seen.hidden for seen in self.seen.values())
         self._inside: list[str] = []
-        #: the converted layer whose backward products are being computed
-        self._backward_of: str | None = None
         self._undo = ExitStack()
 
     def start(self, trainer: Trainer | None = None) -> None:
@@ -214,9 +211,6 @@ class Watch(TorchDispatchMode):
     def _note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
         name = self._inside[-1] if self._inside else ""
         if not self._inside and in_backward_formula():  # and not in a recomputation there
-            ran = read(func, args, result) if self._backward_of and is_product(func.overloadpacket.__name__) else None
-            if ran is not None and self._backward_of:
-                self.seen[self._backward_of].ran.add(ran)
             return
         self.seen[name].attends |= func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION
         owns = bool(name) and any(True for _ in self._modules[name].parameters(recurse=False))
@@ -235,18 +229,11 @@ class Watch(TorchDispatchMode):
         self._inside.append(name)
         self.seen[name].input |= dtypes((args, kwargs))
 
-    def _leave(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+    def _leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._inside.pop()
         self.seen[name].output |= dtypes(output)
-        node = product_node(output) if is_converted(module) and isinstance(output, Tensor) else None
-        if node is not None:
-            node.register_prehook(partial(self._computes, name))
-            node.register_hook(partial(self._computes, None))
-
-    def _computes(self, name: str | None, *_: Any) -> None:
-        self._backward_of = name
 
     def attribute_reductions(self) -> None:
         """Tell what was reduced of each module's gradients: they travel in buckets, without names.
