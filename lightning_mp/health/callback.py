@@ -394,14 +394,13 @@ class _Run:
             _check_skips(trainer, module)
             self.hooks.install(trainer, module, lambda: self.step.suppressed)
         self.automatic = module.automatic_optimization
-        #: whether nothing else keeps a non-finite step from being applied
-        plugin, skipped_for = trainer.precision_plugin, source is not None
+        plugin, keeps_out = trainer.precision_plugin, self.guard is not None or source is not None
         if isinstance(plugin, PlanBase):
-            skipped_for = plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
-        self.applies_bad_steps = not (self.guard or skipped_for)
-        #: whether numbers are read before the optimizer's step: to leave it out, or to find out what went wrong while
-        #: weights are as they were, which is not done on CUDA, where it would be a device sync
-        self.checks_before_step = self.skips or (self.automatic and self.applies_bad_steps and device.type != "cuda")
+            keeps_out = plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
+        #: whether numbers are read before the optimizer's step: to leave it out, or, where nothing else keeps a
+        #: non-finite one from being applied, to find out what went wrong while weights are as they were; which is not
+        #: done on CUDA, where it would be a device sync
+        self.checks_before_step = self.skips or (self.automatic and not keeps_out and device.type != "cuda")
         self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
         self.step = _Step(measures=True, ended=True)
         #: optimizer steps to the next reading
