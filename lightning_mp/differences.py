@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.lightning import move_data_to_device
 from lightning_mp.compat.torch import TorchDispatchMode, in_backward
 from lightning_mp.errors import Faults, one_line
 from lightning_mp.modules.patterns import has_own_forward, original_class
-from lightning_mp.numerics.dtypes import dtype_name, floating_in, map_tensors, to_torch
+from lightning_mp.numerics.dtypes import dtype_name, floating_in, map_tensors
 from lightning_mp.numerics.rng import rng_state, set_rng_state
-from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, copy_under
+from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, PolicyCopy
 from lightning_mp.plan.plan import MixedPrecisionPlan
-from lightning_mp.plan.side_run import output_in
-from lightning_mp.policy import PrecisionPolicy
 
 #: in roundoffs, what a format explains: of fp32, whose sums another kernel makes in another order, some more
 EXPLAINED = {"fp32": 64.0, "bf16": HARMFUL, "fp16": HARMFUL}
@@ -103,48 +99,30 @@ def first_difference(
             faults.add("two equal plans", fix="write another, or compile='aot_eager' to compare eager and compiled")
     generators = rng_state(device)
     try:
-        sides = [_Side(module, plan.policy, device, generators) for plan in plans]
-        sides[1].backend = compile
+        one, other = (_Side(module, plan.policy, device, generators) for plan in plans)
+        other.backend = compile
         names = repr(plans[0]), repr(plans[1]) + (f" compiled by {compile}" if compile else "")
-        return _Comparison(sides[0], sides[1], batch).result(names)
+        return _Comparison(one, other, batch).result(names)
     finally:
         set_rng_state(generators, device)
 
 
-class _Side:
-    """A copy of the module as it runs under one plan."""
+class _Side(PolicyCopy):
+    """A copy whose modules are called one by one, compiled where there is a ``backend``."""
 
-    def __init__(self, module: nn.Module, policy: PrecisionPolicy, device: torch.device, rng: Any) -> None:
-        self.policy, self.device, self._rng = policy, device, rng
-        self.root = copy_under(policy, module, device, "first_difference")
-        self.named = dict(self.root.named_modules())
-        for config in (cast("Any", getattr(part, "config", None)) for part in self.named.values()):
-            if getattr(config, "use_cache", False):
-                config.use_cache = False  # each call would add to it
-        self.backend = ""
+    subject, backend = "first_difference", ""
 
-    def run(self, batch: Any) -> None:
-        """The whole forward pass."""
-        set_rng_state(self._rng, self.device)
-        autocast = self.policy.compute_dtype if self.policy.mixed else None
-        given = move_data_to_device(deepcopy(batch), self.device)
-        output_in(self.root, given, self.device, autocast=autocast, storage=self.policy.storage_dtype)
-
-    def call(self, name: str, given: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def passes(self, name: str, given: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """What one module makes of its inputs, and for random gradients of that those of inputs and parameters."""
-        module = self.named[name]
+        module: Any = self.named[name]
         leaves = list(floating_in(given))
         for leaf in leaves:
             leaf.requires_grad_(True)
-        args, kwargs = given
-        set_rng_state(self._rng, self.device)
-        run: Any = module
+        compiled = module
         if self.backend:
             torch.compiler.reset()  # each module is compiled as if it were alone
-            run = torch.compile(module, backend=self.backend)
-        dtype = to_torch(self.policy.compute_dtype)
-        with torch.autocast(self.device.type, dtype, enabled=self.policy.mixed, cache_enabled=False):
-            outputs = list(floating_in(run(*args, **kwargs)))
+            compiled = torch.compile(module, backend=self.backend)
+        outputs = self.call(compiled, *given)
         reached = [one for one in outputs if one.requires_grad]
         generator = torch.Generator(self.device).manual_seed(0)
         drawn = [torch.randn(one.shape, generator=generator, device=self.device).bfloat16() for one in reached]
@@ -229,7 +207,7 @@ class _Comparison:
     def _errors(self, name: str, inputs: Callable[[], tuple[Any, Any]]) -> list[tuple[str, float, float]]:
         """For outputs, gradients of inputs and of parameters: the part, the error, and how many terms are summed."""
         given = inputs()
-        ours, theirs = (side.call(name, one) for side, one in zip((self._a, self._b), given, strict=True))
+        ours, theirs = (side.passes(name, one) for side, one in zip((self._a, self._b), given, strict=True))
         leaves = floating_in(given[0])
         largest = max((one.numel() for one in leaves), default=0)
         smallest = min((one.numel() for one in self._a.named[name].parameters() if one.requires_grad), default=1)
@@ -250,7 +228,7 @@ class _Comparison:
         seen: list[list[tuple[str, str]]] = []
         for side, given in zip((self._a, self._b), inputs(), strict=True):
             with _Operators() as operators:
-                side.call(name, given)
+                side.passes(name, given)
             seen.append(operators.seen[part == "backward"])
         computing = [[one for one in side if one[0] not in _MOVES] for side in seen]
         for ours, theirs in (*zip(*computing, strict=False), *zip(*seen, strict=False)):

@@ -251,20 +251,44 @@ def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], d
     return replace(advice, comparison=found)
 
 
-def copy_under(policy: PrecisionPolicy, module: nn.Module, device: torch.device, subject: str) -> nn.Module:
-    """A copy of the module as it runs under ``policy``, with dropout off: two formats need not draw the same numbers.
+class PolicyCopy:
+    """A copy of a module as it runs under a policy, each time from the same random numbers.
+
+    Dropout is off: two formats need not draw the same numbers. So are caches of transformers, to which calls add.
 
     Raises:
-        PlanError: by ``subject``; the module cannot run under it.
+        PlanError: the module cannot run under it.
     """
-    copied = deepcopy(module)
-    engine = EagerEngine(policy, device=device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
-    with Faults(subject) as faults:
-        engine.check(copied, faults)
-    engine.prepare(copied)
-    for dropout in (one for one in copied.modules() if original_class(one).__name__.endswith("Dropout")):
-        dropout.eval()
-    return copied
+
+    subject = "suggest_pins"
+
+    def __init__(self, module: nn.Module, policy: PrecisionPolicy, device: torch.device, rng: Any) -> None:
+        self.root, self.policy, self.device, self._rng = deepcopy(module), policy, device, rng
+        engine = EagerEngine(policy, device=device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
+        with Faults(self.subject) as faults:
+            engine.check(self.root, faults)
+        engine.prepare(self.root)
+        self.named = dict(self.root.named_modules())
+        for part in self.named.values():
+            if original_class(part).__name__.endswith("Dropout"):
+                part.eval()
+            config: Any = getattr(part, "config", None)
+            if getattr(config, "use_cache", False):
+                config.use_cache = False
+
+    def run(self, batch: Any) -> Any:
+        """What the whole step returns."""
+        set_rng_state(self._rng, self.device)
+        batch = move_data_to_device(deepcopy(batch), self.device)
+        autocast = self.policy.compute_dtype if self.policy.mixed else None
+        return output_in(self.root, batch, self.device, autocast=autocast, storage=self.policy.storage_dtype)
+
+    def call(self, module: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+        """The floating outputs of one of its modules, compiled or not."""
+        set_rng_state(self._rng, self.device)
+        dtype = to_torch(self.policy.compute_dtype)
+        with torch.autocast(self.device.type, dtype, enabled=self.policy.mixed, cache_enabled=False):
+            return floating_in(module(*args, **kwargs))
 
 
 class _Search:
@@ -293,15 +317,12 @@ class _Search:
 
     # ------------------------------------------------------------------ gradients
 
-    def _prepared(self, policy: PrecisionPolicy) -> nn.Module:
-        return copy_under(policy, self._module, self._device, "suggest_pins")
+    def _copy(self, policy: PrecisionPolicy) -> PolicyCopy:
+        return PolicyCopy(self._module, policy, self._device, self._rng)
 
-    def _loss(self, copied: nn.Module, batch: Any, policy: PrecisionPolicy) -> Tensor:
-        set_rng_state(self._rng, self._device)
-        batch = move_data_to_device(deepcopy(batch), self._device)
-        autocast = policy.compute_dtype if policy.mixed else None
+    def _loss(self, copied: PolicyCopy, batch: Any) -> Tensor:
         try:
-            output = output_in(copied, batch, self._device, autocast=autocast, storage=policy.storage_dtype)
+            output = copied.run(batch)
         except RuntimeError as error:
             if "not attached to a `Trainer`" not in str(error):
                 raise
@@ -315,11 +336,11 @@ class _Search:
 
     def _gradients(self, policy: PrecisionPolicy) -> Iterator[Gradients]:
         """Of each batch in fp32, unscaled; under fp16 from the highest scale at which they are finite."""
-        copied = self._prepared(policy)
-        named = [(name, one) for name, one in copied.named_parameters() if one.requires_grad]
+        copied = self._copy(policy)
+        named = [(name, one) for name, one in copied.root.named_parameters() if one.requires_grad]
         scales = [1.0] if policy.loss_scaling is None else _scales(policy.loss_scaling)
         for batch in self._batches:
-            loss = self._loss(copied, batch, policy)
+            loss = self._loss(copied, batch)
             found, scale = Gradients(), 1.0
             for scale in scales:
                 last, weights = scale == scales[-1], [one for _, one in named]
@@ -364,18 +385,18 @@ class _Search:
         """By name, the largest error of a module's calls beyond its inputs'; under FP8 that of the converted ones."""
         found: dict[str, float] = {}
         for batch in self._batches[:2]:
-            exact, planned = self._prepared(self._reference), dict(self._prepared(policy).named_modules())
-            wanted = [name for name, one in planned.items() if name and (policy.fp8 is None or is_converted(one))]
+            exact, planned = self._copy(self._reference), self._copy(policy)
+            wanted = [name for name, one in planned.named.items() if name and (policy.fp8 is None or is_converted(one))]
             for call in self._calls(exact, batch, wanted, policy, back=back):
                 try:
-                    error = self._own_error(exact.get_submodule(call.name), planned[call.name], call, policy)
+                    error = self._own_error(exact, planned, call)
                 except Exception:  # a module that cannot be called by itself, or with rounded inputs
                     error = 0.0
                 found[call.name] = max(found.get(call.name, 0.0), error)
         return found
 
     def _calls(
-        self, exact: nn.Module, batch: Any, wanted: Sequence[str], policy: PrecisionPolicy, *, back: bool
+        self, exact: PolicyCopy, batch: Any, wanted: Sequence[str], policy: PrecisionPolicy, *, back: bool
     ) -> list[_Call]:
         """Every call of the modules ``wanted`` in a step in fp32, its inputs rounded; ``back``: with gradients."""
         calls, waiting, dtype = list[_Call](), dict[str, Any](), to_torch(policy.compute_dtype)
@@ -392,18 +413,18 @@ class _Search:
 
         with ExitStack() as stack:
             for name in wanted:
-                module = exact.get_submodule(name)
+                module = exact.named[name]
                 stack.callback(module.register_forward_pre_hook(partial(begins, name), with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(partial(ends, name)).remove)
-            loss = self._loss(exact, batch, self._reference)
+            loss = self._loss(exact, batch)
         if back:
-            torch.autograd.grad(loss, [one for one in exact.parameters() if one.requires_grad], allow_unused=True)
+            torch.autograd.grad(loss, [one for one in exact.root.parameters() if one.requires_grad], allow_unused=True)
         return calls
 
-    def _own_error(self, exact: nn.Module, planned: nn.Module, call: _Call, policy: PrecisionPolicy) -> float:
-        roundoff = ROUNDOFF[policy.compute_dtype]
-        ours, gradients = self._again(planned, call, policy)
-        theirs, exact_gradients = self._again(exact, call, policy, exactly=True)
+    def _own_error(self, exact: PolicyCopy, planned: PolicyCopy, call: _Call) -> float:
+        policy, roundoff = planned.policy, ROUNDOFF[planned.policy.compute_dtype]
+        ours, gradients = self._again(planned, call, self._needed[policy])
+        theirs, exact_gradients = self._again(exact, call, self._needed[policy])
         outputs = list(zip(ours, theirs, strict=True))
         known = [(a, b) for a, b in zip(gradients, exact_gradients, strict=True) if a is not None and b is not None]
         least = ROUNDING_ALONE * max((one.norm().item() for _, one in known), default=0.0)
@@ -414,14 +435,10 @@ class _Search:
             return max(back, default=0.0) / roundoff**0.5
         return max((_relative(*pair) / roundoff for pair in outputs), default=0.0)
 
-    def _again(
-        self, module: nn.Module, call: _Call, policy: PrecisionPolicy, *, exactly: bool = False
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """A call's outputs, and the gradients of inputs and weights at the scale needed, of one that is finite there.
-
-        ``exactly``: in fp32, on the same rounded numbers.
-        """
+    def _again(self, copied: PolicyCopy, call: _Call, scale: float) -> tuple[list[Tensor], list[Tensor | None]]:
+        """A call's outputs, and the gradients of inputs and weights at ``scale``, of one that is finite there."""
         back, half, leaves = bool(call.gradients), to_torch(self.policy.compute_dtype), list[Tensor]()
+        module, exactly = copied.named[call.name], copied.policy is self._reference
 
         def given(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point():
@@ -429,12 +446,9 @@ class _Search:
             leaves.append((tensor.float() if exactly else tensor).requires_grad_(back))
             return leaves[-1].clone()  # a leaf could not be changed in place
 
-        set_rng_state(self._rng, self._device)
-        args, kwargs = map_tensors(deepcopy((call.args, call.kwargs)), given)
-        autocast = torch.autocast(self._device.type, half, enabled=policy.mixed and not exactly, cache_enabled=False)
-        with autocast, torch.set_grad_enabled(back):
-            outputs = floating_in(module(*args, **kwargs))
-        known = [(outputs[at], (one * self._needed[policy]).to(half)) for at, one in call.gradients.items()]
+        with torch.set_grad_enabled(back):
+            outputs = copied.call(module, *map_tensors(deepcopy((call.args, call.kwargs)), given))
+        known = [(outputs[at], (one * scale).to(half)) for at, one in call.gradients.items()]
         if not known or not all(bool(gradient.isfinite().all()) for _, gradient in known):
             return outputs, []
         of = [*leaves, *(one for one in module.parameters() if one.requires_grad)]
