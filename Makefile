@@ -62,7 +62,8 @@ test-whole: $(DONE)/test ## run every cell of the tables of which the others run
 test-oldest: $(OLDEST)/.done ## train, skip, save and resume under every strategy, on the oldest releases that pyproject.toml allows
 	@mkdir -p "$(OLDEST_EXTENSIONS)" && find "$(OLDEST_EXTENSIONS)" -name lock -delete
 	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(OLDEST_EXTENSIONS)" \
-	    $(OLDEST)/bin/python -m pytest tests/conformance tests/compat -m 'not whole' $(ARGS)
+	    $(OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
+	    tests/conformance/test_conformance_gloo.py tests/compat $(ARGS)
 
 works-with: $(WORKS)/.done ## train with the packages built on Lightning, and write docs/reference/works-with.md (20 minutes)
 	@OMP_NUM_THREADS=1 $(WORKS)/bin/python -m benchmarks.works_with $(ARGS)
@@ -138,7 +139,7 @@ $(OLDEST)/.done: pyproject.toml constraints-oldest.txt $(DONE)/venv
 	@$(OLDEST_PIP) pip setuptools wheel
 	@$(OLDEST_PIP) torch numpy
 	@DS_ACCELERATOR=cpu $(OLDEST_PIP) --no-build-isolation --editable '.[hf,deepspeed,hydra,cli]' \
-	    packaging pytest pytest-timeout
+	    packaging pytest pytest-timeout pytest-xdist
 	@touch $@
 
 $(WORKS)/.done: pyproject.toml constraints.txt $(DONE)/venv

@@ -115,6 +115,7 @@ def environment(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Envir
     return fresh
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(600)
 def test_the_wheel_installs_in_an_empty_environment_and_runs_the_demo(environment: Environment) -> None:
     place = environment.run("python", "-c", "import lightning_mp; print(lightning_mp.__file__)")

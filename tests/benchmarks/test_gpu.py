@@ -13,6 +13,7 @@ from lightning_mp.policy import hardware
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_every_part_runs_and_the_page_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu.main(["--out", str(tmp_path), "--quick"]) == 0, (tmp_path / "gpu.md").read_text()
@@ -23,6 +24,7 @@ def test_every_part_runs_and_the_page_has_its_figures(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_device_a_part_says_so_and_one_that_hangs_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

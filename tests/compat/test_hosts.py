@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import WHOLE
 from support.launching import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +84,7 @@ print(json.dumps({{"said": said, "losses": module.losses}}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [COPIES, COPIES[::-1]])
+@pytest.mark.parametrize(("first", "second"), [COPIES, pytest.param(*COPIES[::-1], marks=WHOLE)])
 def test_the_trainer_of_the_other_copy_is_refused(first: str, second: str, tmp_path: Path) -> None:
     """Where both are in one process, with what to write."""
     result = json.loads(printed("-c", BOTH.format(first=first, second=second), cwd=tmp_path).splitlines()[-1])

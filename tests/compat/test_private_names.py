@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import requires, version
 from importlib.util import find_spec
@@ -36,8 +36,8 @@ UNDOCUMENTED = {
     "tensor_to_scale to_fp8_saturated",
 }
 DISTRIBUTIONS = {"deepspeed": "deepspeed", "lightning": "lightning", "torch": "torch", "torchao": "torchao"}
-#: parts of torch that are large and have nothing that is used here
-LEFT_OUT = ("_inductor", "testing", "include", "onnx", "_dynamo", "_refs", "sparse", "ao")
+#: parts of torch, and transformers' models, that are large and have nothing that is used here
+LEFT_OUT = ("_inductor", "testing", "include", "onnx", "_dynamo", "_refs", "sparse", "ao", "models")
 
 
 # ------------------------------------------------------------------ they are there
@@ -67,10 +67,8 @@ def test_attributes_that_nobody_promises_are_in_what_is_installed(package: str) 
 def test_every_private_name_is_in_what_is_installed() -> None:
     """Those that ``compat/`` uses, and those that a class of this package overrides or uses of its base class."""
     absent = () if find_spec("torchao") else ("torchao.py",)  # the oldest releases are installed without it
-    files = [path for path in ROOT.rglob("*.py") if path.name not in absent]
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
-    defined = _defined(trees.values())
-    used = {name for tree in trees.values() for _, name in _private_attributes(tree)} - defined
+    trees = [tree for path, tree in _trees().items() if path.name not in absent]
+    used = {name for tree in trees for _, name in _private_attributes(tree)} - _defined(trees)
     there = set[str]().union(*(_words(package) for package in DISTRIBUTIONS), _words("transformers"))
     assert used - there - _ALLOWED == set()
     assert {"_amp_update_scale_", "_should_accumulate", "_get_fsdp_state", "_cast_module_mixed_precision"} <= used
@@ -131,14 +129,19 @@ _FOREIGN = (
 )
 
 
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
+
+
 def _private(name: object) -> bool:
     return isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
-def _defined(trees: Iterator[ast.Module] | object) -> set[str]:
+def _defined(trees: Iterable[ast.Module]) -> set[str]:
     """What classes and functions of this package define under a private name, and what it stores on ``self``."""
     found = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):  # type: ignore[attr-defined]
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
@@ -152,25 +155,30 @@ def _defined(trees: Iterator[ast.Module] | object) -> set[str]:
 
 def _is_self(node: ast.expr) -> bool:
     """``self``, ``cls`` or ``super()``, in a cast or not."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "cast":
-        return _is_self(node.args[1])
-    return ast.unparse(node) in ("self", "cls", "super()")
+    if isinstance(node, ast.Call):
+        return _called(node) == "super" or (_called(node) == "cast" and _is_self(node.args[1]))
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _called(call: ast.Call) -> str:
+    """The last part of the name of what is called."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _private_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _private(node.attr):
             yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        elif isinstance(node, ast.Call) and _called(node) in ("getattr", "hasattr", "setattr", "delattr"):
             texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             yield from ((node.lineno, str(text)) for text in texts if _private(text))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "patched":
+        elif isinstance(node, ast.Call) and _called(node) == "patched":
             yield from ((node.lineno, str(keyword.arg)) for keyword in node.keywords if _private(keyword.arg))
 
 
 def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
     stores = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    slots = {node.attr for node in stores if ast.unparse(node.value) == "self"}
+    slots = {node.attr for node in stores if _is_self(node.value)}
     inherited = {
         id(node)
         for node in ast.walk(tree)
@@ -181,7 +189,7 @@ def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
             if node.attr not in own and id(node) not in inherited:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call):
-            reads = ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr")
+            reads = _called(node) in ("getattr", "hasattr", "setattr", "delattr")
             texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)] if reads else []
             keywords = [keyword.arg for keyword in node.keywords]
             found = [name for name in (*texts, *keywords) if _private(name) or name in _FOREIGN]
@@ -196,13 +204,10 @@ def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_no_private_name_of_a_dependency_is_used_outside_of_compat() -> None:
-    files = [path for path in ROOT.rglob("*.py") if path.parent.name != "compat"]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
-    own = (_defined(trees) - _FOREIGN) | _ALLOWED
+    trees = {path: tree for path, tree in _trees().items() if path.parent.name != "compat"}
+    own = (_defined(trees.values()) - _FOREIGN) | _ALLOWED
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path, tree in zip(files, trees, strict=True)
-        for line, name in _uses(tree, own)
+        f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in _uses(tree, own)
     ]
     assert found == [], "\n".join(found)
 
@@ -213,14 +218,14 @@ def test_no_private_name_of_a_dependency_is_used_outside_of_compat() -> None:
 LAZY = {"__init__.py", "callbacks.py", "strategies/registry.py"}
 
 
-def _imports_by_string(path: Path) -> bool:
-    calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-    named = [call for call in calls if ast.unparse(call.func).endswith(("import_module", "__import__"))]
+def _imports_by_string(tree: ast.Module) -> bool:
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    named = [call for call in calls if _called(call) in ("import_module", "__import__")]
     return any("lightning_mp" in ast.unparse(call) or "__name__" in ast.unparse(call) for call in named)
 
 
 def test_no_room_is_imported_by_a_string() -> None:
     """One such import had hidden a circle of eight files."""
-    found = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if _imports_by_string(path)}
+    found = {path.relative_to(ROOT).as_posix() for path, tree in _trees().items() if _imports_by_string(tree)}
     assert found <= LAZY
     assert "__init__.py" in found, "the search finds nothing"

@@ -11,8 +11,10 @@ from conformance.cells import Cell, run_cell
 from conformance.judge import DIFFERS, REFUSED, SAME, judge
 from conformance.observe import Run
 from conformance.rows import PLAN
+from support.cells import WHOLE
 
-#: the rows whose cells are run, of one table each, and under which strategies; CI's sample has the others
+#: the rows whose cells are run, of one table each, and under which strategies; CI runs these on the oldest releases,
+#: and on the newest a sample of all
 ROWS, SOME = ("16-mixed+pins", "whisper: 16-mixed+pins", "lion 16-mixed"), ("single", "ddp", "fsdp2", "deepspeed_zero2")
 
 
@@ -23,7 +25,7 @@ def references() -> matrix.References:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("strategy", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in SOME[1:])])
+@pytest.mark.parametrize("strategy", ["single", *(pytest.param(name, marks=WHOLE) for name in SOME[1:])])
 def test_every_cell_ends_as_expected(strategy: str, references: matrix.References) -> None:
     verdicts = matrix.column(strategy, ROWS, references)
     said = {name: "\n".join(verdict.reasons) for name, verdict in verdicts.items()}
@@ -46,6 +48,7 @@ OTHERS = [
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.gloo
 @pytest.mark.parametrize(("strategy", "row", "word"), OTHERS)
 def test_a_cell(strategy: str, row: str, word: str, references: matrix.References) -> None:

@@ -10,15 +10,14 @@ from benchmarks.memory import HELD
 from cuda_path.machine import Machine
 from cuda_path.processes import Processes
 from cuda_path.traces import Large, Traced
+from support.cells import WHOLE
 
 #: kernels of attention keep other sums, CUDA's allocator gives out blocks of 512 bytes
 WITHIN = 0.02
 MIXED = "bf16-mixed"
-FEW = (Traced(MIXED, "fsdp2", 8),)
+SOME = (Traced(MIXED), Traced("16-true"), Traced("fp8-mixed", recipe="rowwise"), Traced(MIXED, "fsdp2", 8))
 REST = (
-    Traced(MIXED),
-    *(Traced(precision) for precision in ("32-true", "16-mixed", "bf16-true", "16-true")),
-    Traced("fp8-mixed", recipe="rowwise"),
+    *(Traced(precision) for precision in ("32-true", "16-mixed", "bf16-true")),
     Traced(MIXED, "fsdp1", 8),
     Traced(MIXED, "hsdp", 8, options={"device_mesh": (2, 4)}),
 )
@@ -28,7 +27,8 @@ def _name(case: Any) -> str:
     return " ".join(str(one) for one in (case.precision, case.recipe, case.strategy, case.ranks) if one)
 
 
-@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)], ids=_name)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SOME, *(pytest.param(case, marks=WHOLE) for case in REST)], ids=_name)
 def test_it_is_the_trace_of_a_cpu(case: Traced, cuda: Processes) -> None:
     found = cuda.run(case, Machine(count=case.ranks))
     assert {one.method for one in found.values()} == {"traced"}, [one.notes for one in found.values()]
@@ -52,7 +52,7 @@ def test_offloaded_shards_take_no_memory_of_the_device(cuda: Processes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=WHOLE)])
 def test_a_llama_of_8b_is_traced_within_a_minute(ranks: int, cuda: Processes) -> None:
     found, seconds = cuda.run(Large(ranks), Machine(count=ranks))
     assert found.method == "traced", found.notes

@@ -72,8 +72,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     **{name: {"callback": name} for name in ("TrainingHealth", "LossScaleMonitor", "PrecisionAudit")},
 }
 #: of which a sample is looked at each time
-OFTEN = ("one device", "fsdp2 8", "fsdp2 64", "fsdp2 offloaded 8", "hsdp 8", "fsdp1 8")
-QUICK = ("one device", "fsdp2 8")
+OFTEN = ("one device", "fsdp2 8", "fsdp2 offloaded 8", "hsdp 8", "fsdp1 8")
 #: what a plan refuses under FSDP1
 WHOLE = ("pins",)
 
@@ -130,7 +129,7 @@ def check(host: str, chosen: Iterable[Row], cuda: Processes) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", [host if host in QUICK else pytest.param(host, marks=pytest.mark.slow) for host in OFTEN]
+    "host", [OFTEN[0], *(pytest.param(host, marks=pytest.mark.slow) for host in OFTEN[1:])]
 )
 def test_the_host_waits_where_the_table_says(host: str, cuda: Processes) -> None:
     check(host, pairwise(row for row in rows() if row.host in OFTEN), cuda)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

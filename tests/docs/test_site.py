@@ -16,6 +16,7 @@ import lightning_mp
 from lightning_mp import callbacks
 from lightning_mp.record.findings import CODES
 from record.report.browser import DESKTOP, PHONE, chromium
+from support.cells import WHOLE
 from support.docs import ROOT, text
 
 #: elements that load what they point to, and the attribute that points
@@ -114,7 +115,7 @@ _LOOK = """() => {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("device", [pytest.param(DESKTOP, id="desk", marks=WHOLE), pytest.param(PHONE, id="phone")])
 def test_pages_fit_the_screen(site: Path, device: dict[str, Any]) -> None:
     """No page scrolls sideways, no word of a table's first column is broken; on a desk, no code is cut."""
     with chromium() as browser:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cells import WHOLE
 from support.launching import environment
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -163,9 +164,13 @@ CLAIMS = {
 }
 
 
+#: of what takes longest, an encoder, a GAN and two processes, the rooms' own tests have smaller runs
+LONG = ("03", "06", "07", "10")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a CPU that emulates bf16 fine-tunes the sentence encoder for minutes
-@pytest.mark.parametrize("number", CLAIMS)
+@pytest.mark.parametrize("number", [pytest.param(name, marks=WHOLE if name in LONG else []) for name in CLAIMS])
 def test_an_example_runs_without_a_warning_and_what_it_says_holds(
     number: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

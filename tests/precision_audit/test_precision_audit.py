@@ -238,10 +238,15 @@ def _as_declared(module: LightningModule, folder: Path, data: Any = None, **prec
 
 
 @pytest.mark.parametrize(
-    ("recomputed", "pinned", "mode"),
-    [*(("full", True, mode) for mode in MODES), ("", False, "bf16-mixed"), ("selective", True, "16-mixed")],
+    ("name", "recomputed", "pinned", "mode"),
+    [
+        *(("llama", "full", True, mode) for mode in MODES),
+        ("llama", "", False, "bf16-mixed"),
+        ("llama", "selective", True, "16-mixed"),
+        ("gpt2, tied", "full", True, "bf16-true"),
+        ("gpt2, tied", "", False, "16-mixed"),
+    ],
 )
-@pytest.mark.parametrize("name", LANGUAGE)
 def test_language_models(name: str, recomputed: str, pinned: bool, mode: str, tmp_path: Path) -> None:
     make, pins, blocks = LANGUAGE[name]
     checkpointing = {"modules": blocks, "mode": recomputed} if recomputed else None

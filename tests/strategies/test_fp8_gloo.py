@@ -16,7 +16,7 @@ pytest.importorskip("torchao")
 pytestmark = pytest.mark.gloo
 
 BLOCK = {"wrap": "Block"}
-REPLICAS = {"device_mesh": (2, 1), **BLOCK}
+REPLICAS, IN_TWO = ({"device_mesh": mesh, **BLOCK} for mesh in ((2, 1), (1, 2)))
 SPLIT = {"tensor_parallel": 2, "tp_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, **BLOCK}
 NORMS = {"*norm*": "fp32"}
 #: forward, and both of backward, of four layers in eight steps
@@ -65,8 +65,15 @@ def test_zero_3_and_tensor_parallel_round_the_bf16_products_another_way(
     assert found["losses"] == pytest.approx(whole.losses, abs=eps("bf16-mixed"))
 
 
-@pytest.mark.parametrize("pins", [{}, NORMS], ids=["", "pins"])
-@pytest.mark.parametrize(("strategy", "options"), [("fsdp2", BLOCK), ("hsdp", {"device_mesh": (1, 2), **BLOCK})])
+@pytest.mark.parametrize(
+    ("strategy", "options", "pins"),
+    [
+        ("fsdp2", BLOCK, NORMS),
+        ("hsdp", IN_TWO, {}),
+        pytest.param("fsdp2", BLOCK, {}, marks=WHOLE),
+        pytest.param("hsdp", IN_TWO, NORMS, marks=WHOLE),
+    ],
+)
 def test_weights_gathered_in_fp8_change_no_bit(ranks: Ranks, strategy: str, options: Any, pins: dict[str, str]) -> None:
     """And evaluation gathers what is stored, which is all that a checkpoint has."""
     found = ranks.run(Across(strategy, "tensorwise", pins=pins, options=options, rule={"all_gather": True}))[0]

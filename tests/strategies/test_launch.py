@@ -40,7 +40,6 @@ def _plain(**options: Any) -> Launch:
 
 
 TRAINS: dict[str, tuple[Launch, str]] = {
-    "torchrun, fsdp2": (_torchrun(strategy="fsdp2"), "TorchElasticEnvironment"),
     "torchrun, zero2": (_torchrun(strategy="deepspeed_zero2"), "TorchElasticEnvironment"),
     "plain, ddp": (_plain(strategy="ddp"), "LightningEnvironment"),
     "a notebook's, ddp": (_plain(strategy="ddp", start_method="fork"), "LightningEnvironment"),

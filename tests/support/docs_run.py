@@ -129,7 +129,7 @@ class Setup:
     #: the beginning of a ``lightning-mp`` command: what is added to make it short; the exit status it is to have
     shorter: Mapping[str, Sequence[str]] = field(default_factory=dict)
     status: Mapping[str, int] = field(default_factory=dict)
-    #: patterns of ``lightning-mp`` commands that are for the slow tests; that are for other machines, and never run
+    #: patterns of ``lightning-mp`` commands, and ``python``, that are for the slow tests; of those that never run here
     slow: Sequence[str] = ("train -m",)
     elsewhere: Sequence[str] = ()
     #: the whole page is for the slow tests; any number of its text blocks will do
@@ -196,9 +196,8 @@ SETUPS: dict[str, Setup] = {
     "README.md": Setup(prepare=names, changes=_ON_ONE),
     "docs/tutorial.md": Setup(all_slow=True, loose=True),
     "docs/how-to/index.md": _SHORT_RUN,
-    "docs/how-to/pick-a-mode.md": Setup(
-        prepare=run_yaml, shorter={"compare": ("--seeds=1", "--steps=2")}, slow=("compare",)
-    ),
+    # docs/how-to/compare.md runs the same
+    "docs/how-to/pick-a-mode.md": Setup(prepare=run_yaml, elsewhere=("compare",)),
     **dict.fromkeys(
         (f"docs/how-to/{page}.md" for page in ("nan", "out-of-memory", "pins")),
         _SHORT_RUN,
@@ -213,20 +212,21 @@ SETUPS: dict[str, Setup] = {
         prepare=names,
         changes={"seeds=8, steps=300": "seeds=1, steps=2"},
         shorter={"compare": ("--seeds=1", "--steps=2")},
+        slow=("compare",),
         elsewhere=("compare experiment",),
     ),
+    # tests/cli/test_advise_run.py advises on an experiment
     "docs/how-to/plan-a-run.md": Setup(
-        prepare=config_json, status={"advise --params 70b": 2}, slow=("advise experiment",)
+        prepare=config_json, status={"advise --params 70b": 2}, elsewhere=("advise experiment",)
     ),
     "docs/how-to/hydra.md": Setup(
         prepare=a_run,
         shorter={
             "train runs/x/config.yaml run_dir": ("trainer.max_steps=1",),
-            **dict.fromkeys(("train trainer", "train run.yaml", "train -m"), TWO_STEPS),
-            "compare": ("--seeds=1", "--steps=2"),
+            **dict.fromkeys(("train trainer", "train run.yaml"), TWO_STEPS),
         },
-        slow=("train", "compare"),
-        elsewhere=("train -m",),  # run.yaml is for eight devices
+        slow=("train", "python"),
+        elsewhere=("train -m", "compare"),  # run.yaml is for eight devices; docs/how-to/compare.md compares
     ),
     "docs/how-to/lightning-cli.md": Setup(prepare=names, all_slow=True),
     "docs/how-to/does-it-work-with.md": Setup(elsewhere=("consolidate",)),  # tests/docs/test_does_it_work_with.py
@@ -287,6 +287,8 @@ class PageRun:
         script = program == "python" and arguments[0].endswith(".py")
         if program == "lightning-mp":
             self._lightning_mp(arguments, block)
+        elif script and program in self.setup.slow and not self.all_commands:
+            return
         elif script or program in HARMLESS:
             command = [sys.executable if script else program, *arguments]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -306,7 +308,7 @@ class PageRun:
             extra = ["--show"]  # composed and checked, for every run of a sweep
         elif training:
             extra = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", *extra]
-        status, output = (_started if self.all_commands else _called)([*arguments, *extra])
+        status, output = _called([*arguments, *extra])
         expected = next((status for start, status in self.setup.status.items() if line.startswith(start)), 0)
         assert status == expected, (block.place, line, status, output)
         self.printed += output
@@ -318,13 +320,6 @@ def _called(arguments: list[str]) -> tuple[int, str]:
         warnings.simplefilter("ignore")
         result = CliRunner().invoke(app, arguments)
     return result.exit_code, f"{result.output}{'' if result.exception is None else repr(result.exception)}"
-
-
-def _started(arguments: list[str]) -> tuple[int, str]:
-    """``lightning-mp`` as it is typed: it may start processes of its own."""
-    command = [str(Path(sys.executable).with_name("lightning-mp")), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    return done.returncode, done.stdout + done.stderr
 
 
 def _any(patterns: Sequence[str], line: str) -> bool:

@@ -29,6 +29,15 @@ SECONDS = 120.0
 BUILD_SECONDS = 600.0
 #: how long the other ranks may take to fail as well, once one has
 GRACE = 5.0
+#: what the fork server imports once, in place of every process that it starts; DeepSpeed's engine compiles at import
+PRELOADED = [
+    "lightning_mp.deepspeed.strategy",
+    "lightning_mp.fsdp2.strategy",
+    "deepspeed.runtime.engine",
+    "torch._inductor.compile_fx",
+    "transformers.models.llama.modeling_llama",
+    "pytest",
+]
 
 
 class Case(Protocol):
@@ -125,12 +134,12 @@ class Ranks:
             raise
 
     def _start(self) -> None:
-        # Importing Lightning takes longer than most cases. The fork server does it once, and its processes begin with
+        # Importing the hosts takes longer than most cases. The fork server does it once, and its processes begin with
         # that done; what has to be in the environment before an import takes a process that begins with nothing.
         context: Any = mp.get_context("spawn" if self._environment else "forkserver")
         port, self._started = free_port(), time.time()
         if not self._environment:
-            context.set_forkserver_preload(["lightning.pytorch"])
+            context.set_forkserver_preload(PRELOADED)
         with mock.patch.dict(os.environ, self._environment):
             for rank in range(self.world):
                 mine, theirs = context.Pipe()
@@ -230,6 +239,11 @@ def _serve(rank: int, world: int, port: int, log: str, line: Connection, environ
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", OMP_NUM_THREADS="1")
     import torch
 
+    with suppress(ImportError):
+        import deepspeed.ops
+
+        # its collectives of shared memory are for inference; to build them takes a minute
+        deepspeed.ops.__compatible_ops__ = {}
     torch.set_num_threads(1)
     while True:
         try:
