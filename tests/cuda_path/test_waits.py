@@ -128,9 +128,7 @@ def check(host: str, chosen: Iterable[Row], cuda: Processes) -> None:
     assert [fault for row, one in zip(mine, found, strict=True) for fault in said(row, one)] == []
 
 
-@pytest.mark.parametrize(
-    "host", [OFTEN[0], *(pytest.param(host, marks=pytest.mark.slow) for host in OFTEN[1:])]
-)
+@pytest.mark.parametrize("host", [OFTEN[0], *(pytest.param(host, marks=pytest.mark.slow) for host in OFTEN[1:])])
 def test_the_host_waits_where_the_table_says(host: str, cuda: Processes) -> None:
     check(host, pairwise(row for row in rows() if row.host in OFTEN), cuda)
 
