@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_mp.demo import text_windows
 from lightning_mp.demo.text_windows import MAX_BYTES, TextWindows, encoded
@@ -80,22 +77,6 @@ def test_windows_lie_side_by_side_and_the_end_is_held_out() -> None:
     assert seen.shape[0] == (tokens.numel() - held_out - 1) // 16 // 4 * 4
     rows = {tuple(row) for row in tokens[:-held_out].unfold(0, 17, 16).tolist()}
     assert {tuple(row) for row in seen.tolist()} <= rows
-
-
-@settings(max_examples=200)
-@given(st.lists(st.text(st.characters(max_codepoint=0x17F), max_size=60), min_size=1, max_size=4))
-def test_a_word_encoded_once_is_what_the_whole_text_encodes_it_to(texts: list[str]) -> None:
-    """With every control character and apostrophe, where the two ways to find words could part."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    documents = ("it's we'll 've  d'x\n\n  if x1 == 2:\n\treturn  \x1c\x0b", *texts)
-    byte_level: Any = pre_tokenizers.ByteLevel
-    tokenizer: Any = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
-    trainer: Any = trainers.BpeTrainer(vocab_size=300, initial_alphabet=byte_level.alphabet(), show_progress=False)
-    tokenizer.train_from_iterator(documents, trainer)
-    whole = [token for one in tokenizer.encode_batch(list(documents), add_special_tokens=False) for token in one.ids]
-    assert encoded.__wrapped__(documents, 300).tolist() == whole
 
 
 def test_a_text_too_short_is_refused(tmp_path: Path) -> None:

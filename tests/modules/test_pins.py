@@ -330,7 +330,6 @@ def test_unpin_gives_the_plain_classes_back() -> None:
 
 # ---------------------------------------------------------------------- models of transformers
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 COMPUTE = {"bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "bf16", "16-true": "fp16"}
 TORCH = {"bf16": BF16, "fp16": FP16}
 

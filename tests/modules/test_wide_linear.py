@@ -134,23 +134,6 @@ def test_the_table_that_a_head_is_tied_to_may_be_pinned_to_fp32() -> None:
     assert torch.equal(root.head(hidden), expected)
 
 
-def test_the_first_pin_that_covers_a_layer_wins() -> None:
-    first = resolve(Net(), [*wide(), Pin("Linear", "fp32")])
-    assert ([one.name for one in first.members], [one.name for one in first.wide]) == (["body"], ["head"])
-    second = resolve(Net(), [Pin("Linear", "fp32"), *wide()])
-    assert ([one.name for one in second.members], second.wide) == (["body", "head"], ())
-    assert second.shadowed == ("head",)
-
-
-def test_a_later_run_pins_it_otherwise() -> None:
-    module = Regression()
-    for pins, storage in ([Pin("net.0", "bf16")], BF16), (wide("net.0"), FP32), ([Pin("net.0", "bf16")], BF16):
-        fit(module, plugins=[MixedPrecisionPlan("bf16-mixed", pins=pins)], max_steps=1)
-        layer = module.net[0]
-        assert layer.weight.dtype == storage
-        assert layer(torch.ones(1, layer.in_features)).dtype == (FP32 if storage == FP32 else BF16)
-
-
 # ---------------------------------------------------------------------- what is refused
 
 

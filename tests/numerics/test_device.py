@@ -102,14 +102,6 @@ def test_tf32_is_set_readable_meanwhile_and_put_back(before: str, setting: str, 
     assert "refuses to be read" not in {*map(str, found.values())}
 
 
-@pytest.mark.parametrize("inner", SETTINGS)
-@pytest.mark.parametrize("outer", SETTINGS)
-def test_settings_nest(outer: str, inner: str, pristine: Callable[..., Any]) -> None:
-    before, within_outer, _, back_in_outer, after = pristine(_around, "nothing", outer, inner)
-    assert back_in_outer == within_outer
-    assert after == before
-
-
 def _refusal(before: str) -> tuple[str, str] | None:
     (BEFORE | UNSETTABLE)[before]()
     return tf32_refusal()
@@ -118,16 +110,3 @@ def _refusal(before: str) -> tuple[str, str] | None:
 @pytest.mark.parametrize("before", BEFORE | UNSETTABLE)
 def test_what_the_newer_switches_say_alone_is_refused(before: str, pristine: Callable[..., Any]) -> None:
     assert (pristine(_refusal, before) is not None) is (before in UNSETTABLE)
-
-
-def _followed(setting: str | None) -> dict[str, object]:
-    if setting is not None:
-        set_tf32(setting)()
-    _new(generic="ieee")
-    return readings()
-
-
-@pytest.mark.parametrize("setting", ["high", "medium"])
-def test_what_follows_the_wider_switch_follows_it_after_tf32(setting: str, pristine: Callable[..., Any]) -> None:
-    """No reading shows it at once. After "highest" convolutions keep the value that torch's own setter writes."""
-    assert pristine(_followed, setting) == pristine(_followed, None)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F  # noqa: N812
 
+import lightning_mp
 from lightning_mp import MixedPrecisionPlan
 from support.comparing import same
 from support.models import HIDDEN, Regression, batches
 from support.norms import Normed, run
-from support.oracles import MODES, plan_for
+from support.oracles import MODES, plan_for, stock_for
+from support.ranks import in_a_process
 from support.running import fit, trainer
 from support.traces import lightning_says
+
+# peft's and torchao's, about merging adapters
+pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated:UserWarning")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -172,3 +182,227 @@ def test_buffers_of_another_dtype_than_the_weights_stay_what_they_were_made(mode
     found = {name[2:]: str(tensor.dtype)[6:] for name, tensor in odd.inner.named_buffers()}
     assert found.pop("bfloat16") == "float32"
     assert all(name == dtype for name, dtype in found.items())
+
+
+# ---------------------------------------------------------------------- quantized weights
+
+
+WIDTH = 64
+
+
+def _fp8_linear(dtype: torch.dtype) -> nn.Module:
+    """transformers' own layer; its kernel needs a GPU, so that the product is written out here."""
+    base = importlib.import_module("transformers.integrations.finegrained_fp8").FP8Linear
+
+    class FP8Linear(base):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight.float() if self.weight.element_size() > 1 else self.weight.float() * self.scale()
+            return F.linear(x, weight.to(x.dtype)) + self.bias
+
+        def scale(self) -> Tensor:
+            return self.weight_scale_inv.repeat_interleave(16, 0).repeat_interleave(16, 1)
+
+    layer = FP8Linear(WIDTH, WIDTH, block_size=(16, 16), has_bias=True)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(WIDTH, WIDTH).mul(448 / 4).clamp(-448, 448))
+        layer.weight_scale_inv.fill_(4 / 448 / WIDTH**0.5)
+        layer.bias.copy_(torch.randn(WIDTH))
+        layer.bias.data = layer.bias.data.to(dtype)
+    return layer
+
+
+def _four_bits(dtype: torch.dtype) -> nn.Module:
+    bnb = importlib.import_module("bitsandbytes")
+    storage = torch.bfloat16  # FSDP-QLoRA's: packed weights that look like bfloat16 ones
+    layer = bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.bfloat16, quant_type="nf4", quant_storage=storage)
+    layer.bias.data = layer.bias.data.to(dtype)
+    return layer.to("cpu")
+
+
+def _eight_bits(dtype: torch.dtype) -> nn.Module:
+    layer = importlib.import_module("bitsandbytes").nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
+    layer.bias.data = layer.bias.data.to(dtype)
+    return layer.to("cpu")
+
+
+def _torchao(dtype: torch.dtype) -> nn.Module:
+    ao = importlib.import_module("torchao.quantization")
+    layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+    ao.quantize_(layer, ao.Int8WeightOnlyConfig())
+    return layer
+
+
+def _nf4(dtype: torch.dtype) -> nn.Module:
+    module = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    class NF4Linear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return module.linear_nf4(x, self.weight.to(x.dtype)) + self.bias
+
+    layer = NF4Linear(WIDTH, WIDTH, dtype=dtype)
+    layer.weight = nn.Parameter(module.to_nf4(layer.weight.detach(), 64, 1), requires_grad=False)
+    return layer
+
+
+LAYERS: dict[str, Callable[[torch.dtype], nn.Module]] = {
+    "FP8Linear": _fp8_linear,
+    "Linear4bit": _four_bits,
+    "Linear8bitLt": _eight_bits,
+    "int8 weight only": _torchao,
+    "NF4": _nf4,
+}
+
+
+class Adapted(Regression):
+    """Two frozen quantized layers with LoRA on them, and an ordinary head."""
+
+    def __init__(self, make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = make(dtype), make(dtype)
+        net = nn.Sequential(nn.Linear(16, WIDTH), layers[0], nn.LayerNorm(WIDTH), layers[1], nn.Linear(WIDTH, 1))
+        net.requires_grad_(False)
+        config = LoraConfig(r=4, target_modules=["1", "3"], init_lora_weights=False)
+        self.net = inject_adapter_in_model(config, net)
+        self.net[4].requires_grad_(True)
+        for name, parameter in self.net.named_parameters():
+            if "lora_" in name:  # peft makes them in the dtype of the packed weight, and get_peft_model casts them
+                parameter.data = torch.randn_like(parameter, dtype=torch.float32) / 8
+
+    def quantized(self) -> dict[str, tuple[torch.dtype, bytes]]:
+        found = {}
+        for name, tensor in self.net.named_parameters():
+            if "base_layer" in name and "bias" not in name:
+                raw = tensor.data.to_local() if isinstance(tensor, DTensor) else tensor.data
+                while hasattr(raw, "__tensor_flatten__"):
+                    raw = getattr(raw, raw.__tensor_flatten__()[0][0])
+                raw = raw.contiguous().view(-1)  # a scale may be a single number
+                found[name] = tensor.dtype, raw.view(torch.uint8).numpy().tobytes()
+        return found
+
+
+def trained(layer: str, mode: str, stock: bool, **arguments: Any) -> list[float]:
+    """The losses of a fit in which nothing quantized changed."""
+    model = Adapted(LAYERS[layer])
+    before = model.quantized()
+    assert before
+    fit(model, **(stock_for(mode) if stock else arguments))
+    assert model.quantized() == before
+    assert model.losses[-1] < model.losses[0]
+    return model.losses
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_it_trains_as_stock(layer: str, mode: str) -> None:
+    assert trained(layer, mode, False, plugins=[plan_for(mode)]) == trained(layer, mode, True)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_true_modes_leave_it(layer: str) -> None:
+    """Lightning's own cast it too."""
+    trained(layer, "bf16-true", False, plugins=[plan_for("bf16-true")])
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
+    model, plan = Adapted(LAYERS[layer]), MixedPrecisionPlan("bf16-mixed")
+    findings = lightning_mp.doctor(model, plan, "ddp", {"devices": 2})
+    assert not [finding for finding in findings if "base_layer" in str(finding.where)]
+    plan.convert_module(model.net)
+    report = lightning_mp.audit(model.net)
+    assert report.ok, report
+
+
+def _pinned_twice() -> None:
+    model = Adapted(_fp8_linear)
+    before = model.quantized()
+    for _ in range(2):
+        plan = MixedPrecisionPlan("bf16-mixed", pins={"FP8Linear": "fp32"})
+        fit(model, plugins=[plan], strategy="mp_fsdp2", use_distributed_sampler=False)
+        assert model.quantized() == before
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_pin_on_it_leaves_it_where_it_is_sharded_in_a_second_fit_too() -> None:
+    in_a_process(_pinned_twice)
+
+
+class Marked(nn.Parameter):
+    """A class by which some training scripts tell parameters apart."""
+
+
+def _owner(**tensors: tuple[str, torch.dtype]) -> nn.Module:
+    """Owns tensors of these names: ``trained`` or ``marked`` parameters, ``frozen`` ones and ``buffer``s."""
+    owner = nn.Module()
+    for name, (kind, dtype) in tensors.items():
+        tensor = torch.ones((4,) if "scale" in name and "scales" not in name else (4, 4)).to(dtype)
+        if kind == "buffer":
+            owner.register_buffer(name, tensor)
+        else:
+            made = Marked(tensor) if kind == "marked" else nn.Parameter(tensor, requires_grad=kind == "trained")
+            owner.register_parameter(name, made)
+    return owner
+
+
+def _cast(owner: nn.Module) -> set[torch.dtype]:
+    """The floating dtypes that a plan in bf16-true leaves it with."""
+    plan_for("bf16-true").convert_module(nn.Sequential(owner))
+    return {one.dtype for one in (*owner.parameters(), *owner.buffers()) if one.is_floating_point()}
+
+
+F32, I32, I8, U8 = torch.float32, torch.int32, torch.int8, torch.uint8
+W, SCALE, FREQS = ("frozen", F32), ("trained", F32), ("buffer", F32)
+ORDINARY: dict[str, dict[str, tuple[str, torch.dtype]]] = {
+    "a mask of bytes": {"scale": SCALE, "w": W, "mask": ("buffer", U8)},
+    "positions": {"w": W, "scale": W, "position_ids": ("buffer", I32)},
+    "a table's index": {"logit_scale": SCALE, "relative_position_index": ("buffer", I32), "coords": FREQS},
+    "counts": {"weight": ("trained", F32), "scale": FREQS, "counts": ("buffer", I32)},
+    "a frozen index": {"w": ("trained", F32), "index": ("frozen", torch.int64), "freqs": FREQS},
+    "a frozen mask": {"w": W, "mask": ("frozen", torch.bool), "freqs": FREQS},
+    "a class of parameters": {"w": ("marked", F32), "b": W, "freqs": FREQS},
+}
+PACKED: dict[str, dict[str, tuple[str, torch.dtype]]] = {
+    "GPTQ": {"qweight": ("buffer", I32), "qzeros": ("buffer", I32), "scales": FREQS},
+    "BitNet": {"weight": ("buffer", U8), "weight_scale": FREQS},
+    "MXFP4": {"proj_blocks": ("frozen", U8), "proj_scales": W},
+    "codebooks": {"codes": ("frozen", I8), "codebooks": W, "scales": W},
+    "HQQ": {"W_q": ("frozen", U8), "zero": W, "scale": W},
+    "by hand": {"weight_int8": ("buffer", I8), "scale": FREQS},
+    "float8": {"weight_scale_inv": SCALE, "weight": ("frozen", torch.float8_e5m2)},
+}
+
+
+@pytest.mark.parametrize("what", ORDINARY)
+def test_integers_and_marks_that_quantize_nothing_leave_what_is_beside_them_ordinary(what: str) -> None:
+    assert _cast(_owner(**ORDINARY[what])) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("what", PACKED)
+def test_what_belongs_to_packed_weights_stays(what: str) -> None:
+    assert torch.bfloat16 not in _cast(_owner(**PACKED[what]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "stored"), [("16-mixed", torch.float64), ("32-true", torch.float64), ("bf16-true", torch.bfloat16)]
+)
+def test_float64_is_stored_as_by_stock(mode: str, stored: torch.dtype) -> None:
+    def double() -> Regression:
+        model = Regression(lambda p: torch.optim.SGD(p, lr=1e-2))
+        model.net[3].double()
+        model.net.insert(3, Double() if stored == torch.float64 else nn.Identity())
+        model.net[4].weight.data.mul_(1 + 1e-12)
+        return model
+
+    ours, theirs = double(), double()
+    fit(ours, plugins=[plan_for(mode)])
+    fit(theirs, **stock_for(mode))
+    assert ours.net[4].weight.dtype == theirs.net[4].weight.dtype == stored
+    assert torch.equal(ours.net[4].weight, theirs.net[4].weight)
+    assert ours.losses == theirs.losses
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()

@@ -25,6 +25,8 @@ from support.ranks import Ranks
 from support.running import fit, trainer
 from support.sharded import ddp, refused
 
+pytestmark = pytest.mark.gloo
+
 
 @dataclass(frozen=True)
 class Audited:
@@ -91,8 +93,6 @@ class Differing:
         found["told"] = [str(warning.message) for warning in told if "PrecisionAudit" in str(warning.message)]
         return found
 
-
-pytestmark = pytest.mark.gloo
 
 NORMS = {"*norm*": "fp32"}
 BLOCKS = {"checkpointing": "LlamaDecoderLayer"}

@@ -284,19 +284,6 @@ def test_torchs_wrapper_is_looked_through_as_well(how: CheckpointImpl) -> None:
     assert (NAME in found(model, "bf16-mixed")) == (_gradients(model) == 0) == (how is CheckpointImpl.REENTRANT)
 
 
-def test_what_may_feed_the_blocks_from_outside_is_left_alone() -> None:
-    """And so is checkpointing of the plan's own."""
-
-    class Seeing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.language = _lora(hf.llama, reentrant=True)
-            self.eyes = nn.Linear(8, 16)
-
-    assert found(Seeing(), "32-true") == {}
-    assert found(_lora(hf.llama, reentrant=None), Plan("bf16-mixed", checkpointing="LlamaDecoderLayer")) == {}
-
-
 def test_beside_torchs_reentrant_wrapper_a_cache_makes_gradients_wrong() -> None:
     plain, model = hf.llama(), hf.llama()
     _wrap(model, CheckpointImpl.REENTRANT)

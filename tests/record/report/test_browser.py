@@ -11,7 +11,7 @@ from playwright.sync_api import Browser
 
 from lightning_mp.record.report import write_report
 from record.report.browser import DESKTOP, PHONE, Shown, chromium
-from record.report.runs import COLLAPSE, OVERFLOWS, SPIKE, values, write_run
+from record.report.runs import OVERFLOWS, values, write_run
 
 pytestmark = pytest.mark.slow
 
@@ -109,36 +109,6 @@ def test_a_phone_has_one_column_and_nothing_to_scroll_sideways(show: Show, addre
         }).map((one) => one.outerHTML.slice(0, 80))"""
         assert shown.page.evaluate(outside) == []
     assert len({chart["box"]["left"] for chart in show(address).charts().values()}) == 2  # on a desk, two
-
-
-def test_zoom_in_one_chart_is_zoom_in_all_and_fits_the_height(show: Show, address: str) -> None:
-    shown = show(address)
-    before = shown.charts()
-    box = shown.page.locator("[id='chart-Gradient norm'] .nsewdrag").first.bounding_box()
-    assert box is not None
-    middle = box["y"] + box["height"] / 2
-    # From just after the spike at step 12 to nearly the end.
-    shown.page.mouse.move(box["x"] + box["width"] * 0.6, middle)
-    shown.page.mouse.down()
-    shown.page.mouse.move(box["x"] + box["width"] * 0.9, middle, steps=5)
-    shown.page.mouse.up()
-    shown.frames()
-    after = shown.charts()
-    (zoomed,) = {tuple(chart["x"]) for chart in after.values()}
-    assert SPIKE < zoomed[0] < zoomed[1] < 30
-    assert before["Gradient norm"]["y"][1] > 2 > after["Gradient norm"]["y"][1]  # logarithms; the spike is 102
-    shown.page.mouse.dblclick(box["x"] + box["width"] / 2, middle)
-    shown.frames()
-    shown.page.wait_for_timeout(400)
-    assert {title: chart["x"] for title, chart in shown.charts().items()} == {t: c["x"] for t, c in before.items()}
-
-
-def test_an_alert_leads_to_its_step(show: Show, address: str) -> None:
-    shown = show(address)
-    shown.page.click(f"[data-step='{COLLAPSE}']")
-    shown.frames()
-    low, high = shown.charts()["Loss"]["x"]
-    assert (low + high) / 2 == COLLAPSE
 
 
 def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str, compared: str) -> None:
