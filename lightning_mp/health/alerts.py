@@ -347,13 +347,11 @@ class LossDivergence(Rule):
     def _is_high(self, loss: float) -> bool:
         """Whether enough readings in a row are high; ``high`` holds them."""
         first, losses, high = (self._windows[name] for name in ("first", "losses", "high"))
-        rise = loss - self.lowest
-        # nearly always, and cheap to check
-        if rise <= 0 or rise <= self.settings.divergence_progress * (median(first) - self.lowest):
-            high.clear()
-            return False
-        # the quietest stretch was quiet by chance, too
-        far = self.settings.divergence_sigmas * max(self.spread, sigma(losses, median(losses)))
+        rise, far = loss - self.lowest, math.inf
+        # seldom, and what follows costs more
+        if rise > 0 and rise > self.settings.divergence_progress * (median(first) - self.lowest):
+            # the quietest stretch was quiet by chance, too
+            far = self.settings.divergence_sigmas * max(self.spread, sigma(losses, median(losses)))
         if rise <= far / 2:
             high.clear()
             return False

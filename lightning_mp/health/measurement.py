@@ -24,7 +24,6 @@ from lightning_mp.compat.torch import takes_flag
 from lightning_mp.fsdp2.engine import flat_groups
 from lightning_mp.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.health.throughput import FLOPS, SECONDS, Processed
-from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
 from lightning_mp.record import metric_names
@@ -50,9 +49,8 @@ class StepMeasurement:
         self._device, self._world = strategy.root_device, trainer.world_size
         over = getattr(strategy, "parameter_groups", ())
         self._layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
-        #: by the names they have without wrappers; a tied one once
-        self._named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
-        self._order = list(dict.fromkeys(self._layout.parameter(value).groups for value in self._named.values()))
+        self._all = list(module.parameters())
+        self._order = list(dict.fromkeys(self._layout.parameter(each).groups for each in self._all))
         self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         #: ranks that share one batch (tensor parallel) count it once
@@ -64,7 +62,7 @@ class StepMeasurement:
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
         self._before: dict[Kind, Shard] = {}
-        self._trained = {name: value for name, value in self._named.items() if value.requires_grad}
+        self._trained = [parameter for parameter in self._all if parameter.requires_grad]
         self._sums = SquareSums(self._device, self._order)
         #: of the first group of the first optimizer that stepped
         self.lr: Number | None = None
@@ -93,11 +91,11 @@ class StepMeasurement:
             self._sums.add(list(self._before.values()), _BEFORE)
         if not self._layout.zero:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - self._seen
-            parameters = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
+            parameters = [parameter for parameter in parameters if id(parameter) in own]
         elif self._seen:
             return
-        self._seen.update(map(id, parameters.values()))
-        shards = [self._layout.gradient(parameter) for parameter in parameters.values()]
+        self._seen.update(map(id, parameters))
+        shards = [self._layout.gradient(parameter) for parameter in parameters]
         # torch's scaler leaves unscaling to a fused optimizer, as under stock Lightning
         scaled = self._layout.zero or (isinstance(source, StockSource) and takes_flag(optimizer))
         scale = source.scale() if source and scaled else None
@@ -161,7 +159,7 @@ class StepMeasurement:
         return values
 
     def _parameters(self) -> list[Shard]:
-        return [self._layout.parameter(parameter) for parameter in self._trained.values()]
+        return [self._layout.parameter(parameter) for parameter in self._trained]
 
 
 def memory(device: torch.device) -> tuple[float | None, float | None]:

@@ -97,7 +97,8 @@ class Throughput:
         counter = self._counter
         self.stop_counting()
         if counter is not None:
-            self._conclude(counter)
+            self._counted = float(counter.total), *self._batch
+            self.peak = None if counter.uncounted else self.peak
         now = time.perf_counter()
         tokens, samples = self._batch
         seconds = 0.0 if self._last is None else now - self._last
@@ -105,11 +106,6 @@ class Throughput:
             before = self._done[name]
             self._done[name] = None if before is None or value is None else before + value
         self._last = now
-
-    def _conclude(self, counter: CountFlops) -> None:
-        self._counted = float(counter.total), *self._batch
-        if counter.uncounted:
-            self.peak = None
 
     def take(self) -> Processed:
         """What was processed since the last call."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -168,7 +169,7 @@ _WITH = {
     "reduce": "with gradients summed across ranks in",
     "optimizer_state": "with optimizer state in",
 }
-#: names, or ranges of them, that are written out
+#: names that are written out
 _NAMES = 12
 
 
@@ -179,9 +180,11 @@ def _alike(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
         if not row.ok:
             groups.setdefault((row.differences, row.ranks), []).append(row)
     for members in groups.values():
-        names = ranges([row.module for row in members])
+        names = [shown(row.module) for row in members]
+        if len(names) > _NAMES:
+            names = [name for name, _ in grouped(dict.fromkeys(names))]
         more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
-        count = f" ({len(members)} modules)" if len(members) > 1 else ""
+        count = f" ({len(members)} modules)" if len(names) > 1 else ""
         yield ", ".join(names[:_NAMES] + more) + count, members[0]
 
 
@@ -218,43 +221,25 @@ def build(
 
 # ---------------------------------------------------------------------- names
 
+#: the number of a layer; one at the end is left alone: what a ``Sequential`` holds need not be alike
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
 
 def shown(module: str) -> str:
     """A module's name; the root has none."""
     return module or "(the root module)"
 
 
-def ranges(names: Sequence[str]) -> list[str]:
-    """``names`` with those of repeated layers put together."""
-    return [shown(name) for name, _ in grouped(dict.fromkeys(names))]
+def grouped(keys: Mapping[str, Hashable]) -> list[tuple[str, str]]:
+    """Names of equal keys that differ in the numbers of layers alone as one, with how many; each with the first."""
+    groups: dict[Hashable, list[str]] = {}
+    for name, key in keys.items():
+        groups.setdefault((_INDEX.sub("*", name), key), []).append(name)
+    forms = ((_INDEX.sub("*", names[0]), names) for names in groups.values())
+    return [(f"{form} ({len(names)})" if len(names) > 1 else shown(names[0]), names[0]) for form, names in forms]
 
 
 def _lines(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
-    """Name or range of names, and the row that all of them are like; in the order of the rows."""
     by_name = {row.module: row for row in rows}
-    for name, first in grouped({row.module: (row.ok, tuple(row.cells())) for row in rows}):
-        yield shown(name), by_name[first]
-
-
-def grouped(keys: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names of equal keys that differ in one number, put together where the numbers follow each other; and the first.
-
-    Each number in a name is tried, outermost first, so that layers go together before what is within them. One at the
-    end is left alone: what a ``Sequential`` holds need not be alike.
-    """
-    lines = [(name.split("."), name, key) for name, key in keys.items()]
-    for place in range(max((len(parts) for parts, *_ in lines), default=0) - 1):
-        kept: list[tuple[list[str], str, Any]] = []
-        runs: dict[Any, list[int]] = {}
-        for parts, first, key in lines:
-            number = int(parts[place]) if place < len(parts) - 1 and parts[place].isdigit() else None
-            same = (tuple(parts[:place]), tuple(parts[place + 1 :]), key)
-            if number is not None and same in runs and runs[same][1] == number - 1:
-                low, _, at = runs[same]
-                runs[same][1], kept[at][0][place] = number, f"[{low}-{number}]"
-                continue
-            if number is not None:
-                runs[same] = [number, number, len(kept)]
-            kept.append((parts, first, key))
-        lines = kept
-    return [(".".join(parts), first) for parts, first, _ in lines]
+    for name, first in grouped({row.module: (row.ok, *row.cells()) for row in rows}):
+        yield name, by_name[first]
