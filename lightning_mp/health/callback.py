@@ -64,26 +64,21 @@ _ROW = (
 class TrainingHealth(WritesRun):
     """Measures loss, norms, learning rate, loss scale, speed and memory; reports what looks wrong, and acts on it.
 
-    It works with Lightning's own plugins and strategies and with a MixedPrecisionPlan, on whole and on sharded
-    parameters. Every reading goes to every logger and to ``metrics.jsonl`` in ``run_dir``, under the names of
-    :mod:`lightning_mp.record.metric_names`; events go to ``events.jsonl`` and to the console, and their number to the
-    loggers as ``health/events/<kind>``. ``rows`` and ``events`` hold the last 1,000. A ``step`` is the Trainer's
-    ``global_step`` as the training step saw it. A value that is not known (MFU on a CPU) is ``None``.
+    Readings go to every logger and to ``metrics.jsonl``, under the names of :mod:`lightning_mp.record.metric_names`;
+    events go to ``events.jsonl`` and to the console, and their number to the loggers as ``health/events/<kind>``.
+    ``rows`` and ``events`` hold the last 1,000. A ``step`` is the Trainer's ``global_step`` as the training step saw
+    it. A value that is not known (MFU on a CPU) is ``None``.
 
-    - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled. Under manual optimization the
-      sum of the losses passed to ``manual_backward``. ``val/loss``: what validation logged as that or ``val_loss``.
-    - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio``
-      looks at 16 evenly spaced pieces of 1,024 elements of a large parameter.
-    - ``health/lr``: the rate of the first group of the first optimizer that stepped, as the step used it.
-    - Throughput is over all ranks, since the last reading, validation excluded. ``health/mfu``: FLOPs per token or
-      sample, counted in the first batch, times the throughput, over the device's peak; recomputation is not counted.
+    - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled; under manual optimization the
+      sum of the losses passed to ``manual_backward``.
+    - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio`` looks at 16
+      evenly spaced pieces of 1,024 elements of a large parameter.
+    - ``health/lr``: the rate of the first group of the first optimizer that stepped.
+    - Throughput is over all ranks, since the last reading, validation excluded; FLOPs are counted in the first batch.
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory (Linux).
 
-    Nothing waits for the device: numbers are copied together, once per reading, and evaluated when they have arrived,
-    on CUDA at most 3 steps later. So late a ``"stop"`` acts there, and a non-finite step that
-    nothing keeps from being applied (a stock plugin without a scaler) has been applied by then. Until then a step's
-    batches are held: at most those of four steps, under accumulation of two. Only ``"skip"`` waits: before each step
-    that is measured.
+    Nothing waits for the device, but for ``"skip"`` in a step that is measured: numbers are evaluated when they have
+    arrived, on CUDA at most 3 steps later. Until then a step's batches are held: at most those of four steps.
 
     Args:
         run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
