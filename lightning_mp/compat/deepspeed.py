@@ -165,7 +165,6 @@ class PlanScale:
 
     @property
     def cur_scale(self) -> float:
-        """The scale of the step at hand."""
         return self._scaler.get_scale() if self._read is None else self._read
 
     @cur_scale.setter
@@ -175,8 +174,7 @@ class PlanScale:
     loss_scale = cur_scale
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss as it is: the plan has scaled it."""
-        return loss
+        return loss  # the plan has scaled it
 
     def update_scale(self, overflow: bool) -> None:
         """Nothing: the plan adjusts once the step is over."""

@@ -215,10 +215,9 @@ class ZeroEngine(StepEngine):
         # parameters themselves are seen.
         if writes.take_change() or not (writes.partitioned or zero.offloads):
             zero.optimizer.refresh_fp32_params()
-        for place, origin in enumerate(
-            self.source_group
-        ):  # a group split off steps with what the first piece has by now
-            first, groups = self.source_group.index(origin), zero.optimizer.param_groups
+        groups = zero.optimizer.param_groups
+        for place, origin in enumerate(self.source_group):  # a group split off steps with what the first piece has
+            first = self.source_group.index(origin)
             if first != place:
                 groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
         self.pending = False
@@ -272,14 +271,12 @@ class GradientsElsewhere(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         sets = func == _GRAD.__set__
         touched = (sets or (func == _GRAD.__get__ and result is None)) and isinstance(args[0], nn.Parameter)
-        if touched and args[0].requires_grad:
-            frame: Any = inspect.currentframe()
-            self._refuse_or_warn(str(frame.f_back.f_globals.get("__name__", "")), sets)
-        return result
-
-    def _refuse_or_warn(self, reader: str, sets: bool) -> None:
+        if not touched or not args[0].requires_grad:
+            return result
+        frame: Any = inspect.currentframe()
+        reader = str(frame.f_back.f_globals.get("__name__", ""))
         if reader.startswith(_KNOW):
-            return
+            return result
         if sets or reader == _CLIPS:
             refuse(
                 f"{'parameter.grad set' if sets else 'gradients clipped by hand'} before the step, with ZeRO, which "
@@ -292,8 +289,9 @@ class GradientsElsewhere(TorchFunctionMode):
                 f"{reader} reads parameter.grad, which is None here: ZeRO has moved the gradients into its partitions "
                 "(said once a run). deepspeed.utils.safe_get_full_grad(parameter), called on every rank, has the "
                 "gradient times the loss scale; plan.last_grad_norm has the norm of all after the step.",
-                stacklevel=3,
+                stacklevel=2,
             )
+        return result
 
 
 def refuse(given: str, fix: str) -> NoReturn:

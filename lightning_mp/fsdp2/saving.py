@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -27,27 +27,19 @@ from lightning_mp.numerics.dtypes import map_tensors
 _WEIGHTS = "state_dict"
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """What one rank writes: its shards, and on the first rank the rest, as ``torch.save`` wrote it."""
-
-    path: str
-    content: Mapping[str, Any]
-    extra: bytes | None
-    first_of_node: bool
-
-    def write(self, group: Any) -> None:
-        if self.first_of_node:
-            folders.begin(self.path)
-        dist.barrier(group)
-        place = folders.unfinished(self.path)
-        if self.extra is not None:
-            formats.write_bytes(f"{place}/{SHARDED_EXTRA}", self.extra)
-        # the index comes last, so that nothing of a folder whose writing was broken off is taken for a checkpoint
-        shards.save({**self.content}, storage_writer=shard_storage(place, writes=True), process_group=group)
-        dist.barrier(group)
-        if self.first_of_node:
-            folders.finish(self.path)
+def _write(path: str, content: Mapping[str, Any], group: Any, *, extra: bytes | None, first_of_node: bool) -> None:
+    """Write one rank's shards, and on the first rank the rest, as ``torch.save`` wrote it."""
+    if first_of_node:
+        folders.begin(path)
+    dist.barrier(group)
+    place = folders.unfinished(path)
+    if extra is not None:
+        formats.write_bytes(f"{place}/{SHARDED_EXTRA}", extra)
+    # the index comes last, so that nothing of a folder whose writing was broken off is taken for a checkpoint
+    shards.save({**content}, storage_writer=shard_storage(place, writes=True), process_group=group)
+    dist.barrier(group)
+    if first_of_node:
+        folders.finish(path)
 
 
 class Saves:
@@ -75,14 +67,14 @@ class Saves:
         extra = BytesIO()
         if first:
             torch.save(checkpoint, extra)
-        folder = _Folder(path, content, extra.getvalue() if first else None, first_of_node)
+        write = partial(_write, path, extra=extra.getvalue() if first else None, first_of_node=first_of_node)
         if not (self._later and fitting):
-            return folder.write(None)
+            write(content, None)
+            return
         if self._thread is None:
             self._thread, self._group = ThreadPoolExecutor(1), dist.new_group(backend="gloo")
         copied = map_tensors(content, lambda tensor: tensor.detach().to("cpu", copy=True))
-        self._writing = self._thread.submit(replace(folder, content=copied).write, self._group)
-        return None
+        self._writing = self._thread.submit(write, copied, self._group)
 
     def remove(self, remove: Callable[[], object]) -> None:
         """Remove an older checkpoint, once the one that is being written is whole."""

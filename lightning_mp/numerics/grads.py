@@ -148,12 +148,18 @@ def global_norm(parameters: Iterable[Tensor], device: torch.device, plain: Group
     One pass over the local shards and one all-reduce for each set of process groups (one, without tensor parallel).
     ``plain`` are the groups over which gradients that are no DTensors are split, as FSDP1's are.
     """
-    sums: dict[Groups, Tensor] = {}
-    for groups, members in _by_groups(parameters, plain).items():
-        sums[groups] = squares(gradients(members), device).sum()
+    members: dict[Groups, list[Tensor]] = {}  # in an order that is the same on all ranks
+    for parameter in parameters:
+        if parameter.grad is not None:
+            members.setdefault(shard_groups(parameter.grad, plain), []).append(parameter)
+        elif plain:  # without a shard, of a parameter smaller than the world, the rank takes part in the sum
+            members.setdefault(plain, [])
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for groups, held in members.items():
+        part = squares(gradients(held), device).sum()
         for group in groups:
-            dist.all_reduce(sums[groups], group=group)
-    total = sum(sums.values(), torch.zeros((), dtype=torch.float32, device=device))
+            dist.all_reduce(part, group=group)
+        total = total + part
     return total.sqrt()
 
 
@@ -171,20 +177,6 @@ def over_shards(norm: Tensor, order: float, groups: Groups, *, error_if_nonfinit
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"The total norm of order {order} for gradients is non-finite, so it cannot be clipped.")
     return total
-
-
-def _by_groups(parameters: Iterable[Tensor], plain: Groups) -> dict[Groups, list[Tensor]]:
-    """Parameters with a gradient by the process groups it is split over, in an order that is the same on all ranks.
-
-    A rank without a shard (of a parameter smaller than the world) takes part in the sum all the same.
-    """
-    found: dict[Groups, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            found.setdefault(shard_groups(parameter.grad, plain), []).append(parameter)
-        elif plain:
-            found.setdefault(plain, [])
-    return found
 
 
 def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -264,9 +264,7 @@ class LossScaler(GradScaler):
 
     def found_inf(self, optimizer: Optimizer) -> Tensor:
         """1 where the optimizer's gradients, when last looked at, were not finite on some rank, else 0."""
-        return self._found_inf(optimizer, self._of(optimizer))
-
-    def _found_inf(self, optimizer: Optimizer, known: _Gradients) -> Tensor:
+        known = self._of(optimizer)
         if self.enabled and self._are_scaled(known):
             self.check_finite_(optimizer)
         flag = self._flag(known) if known.flag is None else known.flag
@@ -328,7 +326,7 @@ class LossScaler(GradScaler):
         known = self._of(optimizer)
         if known.stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
-        flag = self._last = self._found_inf(optimizer, known)
+        flag = self._last = self.found_inf(optimizer)
         before, self.stepping = self.stepping, True
         try:
             result = step_unless(optimizer, flag, self._read, **kwargs) if self.checks else optimizer.step(**kwargs)
@@ -343,7 +341,7 @@ class LossScaler(GradScaler):
         For an optimizer that evaluates its closure within its step: its gradients exist only there.
         """
         known = self._of(optimizer)
-        flag = self._last = self._found_inf(optimizer, known)
+        flag = self._last = self.found_inf(optimizer)
         held = self.checks and self._read(flag)
         self._count(known, flag)
         return held
@@ -453,8 +451,7 @@ class LossScaler(GradScaler):
 
     def counts(self) -> dict[str, int | bool]:
         """The counts as Python numbers."""
-        names = "applied_steps", "skipped_steps", "streak", "step_skipped"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("applied_steps", "skipped_steps", "streak", "step_skipped")}
 
     def load_counts(self, counts: Mapping[str, int | bool]) -> None:
         """Resume from the counts of a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -62,41 +63,31 @@ class WatchedStage(PipelineStage):
                 buffer.data.copy_(value)
 
 
+@dataclass(eq=False, kw_only=True)
 class Pipeline:
-    """Runs batches through the stages of one replica; every rank gets the mean loss.
+    """Runs batches through the stages of one replica; every rank gets the mean loss."""
 
-    Args:
-        module: the user's, which says what goes in, what comes out, and the loss.
-        kind: the schedules.
-        parts: the stages on this rank, by index.
-        count: stages in all, virtual ones included.
-        microbatches: pieces of a training batch.
-        group: the ranks of the pipeline, in the order of their stages; all must get the same batch.
-        device: where they compute.
-        context: around the loss, as around the stages: the plan's.
-    """
-
-    def __init__(
-        self,
-        module: LightningModule,
-        kind: Kind,
-        parts: dict[int, Part],
-        *,
-        count: int,
-        microbatches: int,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        context: Callable[[], Any],
-    ) -> None:
-        self._module, self._kind, self._parts, self._count = module, kind, parts, count
-        self._microbatches, self._group, self._device, self._context = microbatches, group, device, context
-        self._scaled: Callable[[Tensor], Tensor] | None = None
-        self._shapes: list[torch.Size] | None = None
-        #: the epoch whose first batch was compared, and whether it was one to train on
-        self._compared: tuple[int, bool] | None = None
-        self._targets: Sequence[Any] = ()
-        self._losses: list[Tensor] = []
-        self._made: dict[Any, Any] = {}
+    #: the user's, which says what goes in, what comes out, and the loss
+    module: LightningModule
+    kind: Kind
+    #: the stages on this rank, by index
+    parts: dict[int, Part]
+    #: stages in all, virtual ones included
+    count: int
+    #: pieces of a training batch
+    microbatches: int
+    #: the ranks of the pipeline, in the order of their stages; all must get the same batch
+    group: dist.ProcessGroup
+    device: torch.device
+    #: around the loss, as around the stages: the plan's
+    context: Callable[[], Any]
+    _scaled: Callable[[Tensor], Tensor] | None = None
+    _shapes: list[torch.Size] | None = None
+    #: the epoch whose first batch was compared, and whether it was one to train on
+    _compared: tuple[int, bool] | None = None
+    _targets: Sequence[Any] = ()
+    _losses: list[Tensor] = field(default_factory=list[Tensor])
+    _made: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def batch(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of a batch, for which the stages are set to train or to evaluate as the module is.
@@ -104,9 +95,9 @@ class Pipeline:
         Raises:
             PlanError: they are no tensors with rows, the rows do not divide, or the stages got different batches.
         """
-        for part in self._parts.values():
-            part.train_own(self._module.training)
-        pair = cast("Any", self._module).pipeline_batch(batch)
+        for part in self.parts.values():
+            part.train_own(self.module.training)
+        pair = cast("Any", self.module).pipeline_batch(batch)
         if not isinstance(pair, tuple) or len(cast("tuple[Any, ...]", pair)) != 2:
             raise refused(f"pipeline_batch, which returned {type(pair).__name__}", "return (inputs, target)")
         inputs, target = cast("tuple[Any, Any]", pair)
@@ -120,17 +111,17 @@ class Pipeline:
             )
         if training:
             self._check_shapes(rows.pop(), [tensor.shape for tensor in cast("tuple[Tensor, ...]", inputs)])
-        place = self._module.trainer.current_epoch, training
+        place = self.module.trainer.current_epoch, training
         if self._compared != place:
             self._compared = place
             self._check_alike(tensors)
         return inputs, target
 
     def _check_shapes(self, rows: int, shapes: list[torch.Size]) -> None:
-        if rows % self._microbatches:
+        if rows % self.microbatches:
             raise refused(
-                f"a batch of {rows} rows with microbatches={self._microbatches}",
-                f"use a batch size that is a multiple of {self._microbatches}, with drop_last=True",
+                f"a batch of {rows} rows with microbatches={self.microbatches}",
+                f"use a batch size that is a multiple of {self.microbatches}, with drop_last=True",
             )
         self._shapes = self._shapes or shapes
         if shapes != self._shapes:
@@ -146,7 +137,7 @@ class Pipeline:
             sums += [numbers.sum(), (numbers * weights).sum()]
         own = torch.nan_to_num(torch.stack(sums))
         extremes = torch.cat([own, -own])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
         highest, lowest = extremes.chunk(2)
         if not torch.equal(highest, -lowest):
             raise refused(
@@ -162,8 +153,8 @@ class Pipeline:
             PlanError: the loss or a stage used a parameter of another stage, whose numbers are not here.
         """
         self._scaled = scaled
-        loss = self._run(inputs, target, self._microbatches, "step")
-        for name, parameter in self._module.named_parameters():
+        loss = self._run(inputs, target, self.microbatches, "step")
+        for name, parameter in self.module.named_parameters():
             if is_remote(parameter) and parameter.grad is not None:
                 raise refused(
                     f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds",
@@ -174,35 +165,34 @@ class Pipeline:
     def evaluate(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
         """Forward alone; the mean loss, on every rank; in one piece where the batch cannot be split evenly."""
         self._scaled = None
-        number = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
+        number = self.microbatches if len(inputs[0]) % self.microbatches == 0 else 1
         return self._run(inputs, target, number, "eval")
 
     def _run(self, inputs: tuple[Tensor, ...], target: Any, number: int, how: str) -> Tensor:
         # stages hand on the gradients that those need which are trained
-        trained = tuple(parameter.requires_grad for parameter in self._module.parameters())
+        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
         key = how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs), trained
         if key not in self._made:
             self._made[key] = self._schedule(number, how)
-        last = self._count - 1 in self._parts
+        last = self.count - 1 in self.parts
         self._targets = [map_tensors(target, lambda one, at=at: one.chunk(number)[at]) for at in range(number)]
         self._losses = []
         places = {"target": torch.arange(number)} if last else {}
-        getattr(self._made[key], how)(*(inputs if 0 in self._parts else ()), **places, return_outputs=False)
+        getattr(self._made[key], how)(*(inputs if 0 in self.parts else ()), **places, return_outputs=False)
         self._targets = ()
-        mean = torch.zeros((), dtype=torch.float32, device=self._device)
+        mean = torch.zeros((), dtype=torch.float32, device=self.device)
         if last:
             mean = torch.stack(self._losses).mean().to(mean)
-        dist.broadcast(mean, group_src=self._group.size() - 1, group=self._group)
+        dist.broadcast(mean, group_src=self.group.size() - 1, group=self.group)
         return mean
 
     def _schedule(self, number: int, how: str) -> Any:
         stages = [
-            WatchedStage(part, index, self._count, self._device, group=self._group)
-            for index, part in self._parts.items()
+            WatchedStage(part, index, self.count, self.device, group=self.group) for index, part in self.parts.items()
         ]
         # the loss is divided before it is scaled: a loss scale times a sum overflows sooner than times a mean
-        return (self._kind.trains if how == "step" else self._kind.evaluates)(
-            stages if self._kind.several else stages[0],
+        return (self.kind.trains if how == "step" else self.kind.evaluates)(
+            stages if self.kind.several else stages[0],
             number,
             loss_fn=partial(self._loss_of, stages[-1]),
             scale_grads=False,
@@ -211,8 +201,8 @@ class Pipeline:
     def _loss_of(self, stage: WatchedStage, output: Any, place: Tensor) -> Tensor:
         if stage.shapes_only:  # a loss of every number of the output
             return torch.stack([one.float().square().sum() for one in floating_in(output)]).sum()
-        with self._context():
-            loss = cast("Any", self._module).pipeline_loss(output, self._targets[int(place)])
+        with self.context():
+            loss = cast("Any", self.module).pipeline_loss(output, self._targets[int(place)])
         trains = any(one.requires_grad for one in tensors_in(output))
         if not isinstance(loss, Tensor) or loss.ndim or (trains and not loss.requires_grad):
             what = tuple(loss.shape) if isinstance(loss, Tensor) and loss.ndim else type(loss).__name__
@@ -224,17 +214,15 @@ class Pipeline:
         return loss if self._scaled is None else self._scaled(loss)
 
 
+@dataclass(eq=False)
 class StashedGradients:
-    """Holds the gradients that a schedule left, while Lightning's loop sets all to zero between step and backward.
+    """Holds the gradients that a schedule left, while Lightning's loop sets all to zero between step and backward."""
 
-    Args:
-        parameters: those of the stages on this rank.
-        sharded: FSDP2 reduces the gradients of a batch at its end, before they are added to those of earlier batches.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], *, sharded: bool) -> None:
-        self._parameters, self._sharded = parameters, sharded
-        self._gradients: list[Tensor | None] = []
+    #: those of the stages on this rank
+    parameters: Sequence[nn.Parameter]
+    #: FSDP2 reduces the gradients of a batch at its end, before they are added to those of earlier batches
+    sharded: bool
+    _gradients: list[Tensor | None] = field(default_factory=list[Tensor | None])
 
     @contextmanager
     def stashing(self, *, afresh: bool) -> Generator[None, None, None]:
@@ -243,21 +231,21 @@ class StashedGradients:
         Afresh, the last step's gradients go before Lightning sets them to zero: both at once would take twice the room.
         Afterwards gradients are as before, or None where they are part of what was stashed.
         """
-        before = [None if afresh else parameter.grad for parameter in self._parameters]
-        if afresh or self._sharded:
-            for parameter in self._parameters:
+        before = [None if afresh else parameter.grad for parameter in self.parameters]
+        if afresh or self.sharded:
+            for parameter in self.parameters:
                 parameter.grad = None
         yield
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, before, strict=True):
-            parameter.grad = gradient if self._sharded else None
+        self._gradients = [parameter.grad for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient if self.sharded else None
 
     @contextmanager
     def untouched(self) -> Generator[None, None, None]:
         """Around an evaluation inside an accumulation window: a new schedule of torch's drops the shards' gradients."""
-        before = [parameter.grad for parameter in self._parameters]
+        before = [parameter.grad for parameter in self.parameters]
         yield
-        for parameter, gradient in zip(self._parameters, before, strict=True):
+        for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
@@ -267,10 +255,10 @@ class StashedGradients:
         return leaf
 
     def _restore(self, _gradient: Tensor) -> None:
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._gradients = [None] * len(self._parameters)
+        self._gradients = [None] * len(self.parameters)
 
 
 @torch.no_grad()

@@ -234,9 +234,9 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             self._cut_from, self._cut = module, found
             self._keep_stages(module, found, plan)
         self._pipeline = Pipeline(
-            module,
-            self._kind,
-            self._parts,
+            module=module,
+            kind=self._kind,
+            parts=self._parts,
             count=self._count,
             microbatches=self._pieces,
             group=self.stage_group,

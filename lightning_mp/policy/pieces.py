@@ -130,6 +130,12 @@ class _Piece:
         """Fields, each right alone, that are wrong together, and what to do."""
         return iter(())
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Of a piece with ``modules``, these as a tuple."""
+        modules: str | tuple[str, ...] = cast("Any", self).modules
+        return (modules,) if isinstance(modules, str) else modules
+
     def __repr__(self) -> str:
         values = {item.name: (getattr(self, item.name), item.default) for item in fields(cast("Any", self))}
         given = {name: value for name, (value, default) in values.items() if default is MISSING or value != default}
@@ -195,11 +201,6 @@ class Checkpointing(_Piece):
         if self.save_ops is not None and self.mode == "full":
             yield "save_ops with mode='full'", "set mode='selective'"
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """``modules`` as a tuple."""
-        return (self.modules,) if isinstance(self.modules, str) else self.modules
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FP8(_Piece):
@@ -248,11 +249,6 @@ class FP8(_Piece):
     def multiple(self) -> int:
         """What a dimension of a product is a multiple of: 16 (``torch._scaled_mm`` on CUDA), or a block."""
         return 32 if self.blocks else 16
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """``modules`` as a tuple."""
-        return (self.modules,) if isinstance(self.modules, str) else self.modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -29,6 +29,7 @@ from lightning_mp.errors import Faults, PlanError
 from lightning_mp.plan.plan import MixedPrecisionPlan
 
 _Base = Strategy if TYPE_CHECKING else object
+_HOST_PLUGIN: Any = Strategy.precision_plugin
 
 #: seconds that ranks have to end by themselves, and to say why, once the one that started them has failed
 PATIENCE = 10.0
@@ -110,18 +111,14 @@ class RunsPlan(_Base):
             atexit.register(_end, launcher.procs)
         super().on_exception(exception)
 
-    @property
-    def precision_plugin(self) -> Any:
-        """The plan of the run; what Lightning chose where there is none yet."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+    def _take_plan(self, plugin: Precision | None) -> None:
         # Not before: a Trainer refuses plugins= beside a strategy that has its own, be it the same.
-        host: Any = super(RunsPlan, type(self)).precision_plugin
-        host.fset(self, self._plan_beside(precision_plugin))
-        if precision_plugin is not None:
+        _HOST_PLUGIN.fset(self, self._plan_beside(plugin))
+        if plugin is not None:
             plan_of(self)
+
+    #: the plan of the run; what Lightning chose where there is none yet
+    precision_plugin: Any = cast("Any", property(_HOST_PLUGIN.fget, _take_plan))
 
     def _plan_beside(self, plugin: Precision | None) -> Precision | None:
         if not isinstance(plugin, MixedPrecisionPlan):
