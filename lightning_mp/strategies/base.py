@@ -111,14 +111,15 @@ class RunsPlan(_Base):
             atexit.register(_end, launcher.procs)
         super().on_exception(exception)
 
-    def _take_plan(self, plugin: Precision | None) -> None:
+    def take_plan(self, plugin: Precision | None) -> None:
         # Not before: a Trainer refuses plugins= beside a strategy that has its own, be it the same.
         _HOST_PLUGIN.fset(self, self._plan_beside(plugin))
         if plugin is not None:
             plan_of(self)
 
-    #: the plan of the run; what Lightning chose where there is none yet
-    precision_plugin: Any = cast("Any", property(_HOST_PLUGIN.fget, _take_plan))
+    if not TYPE_CHECKING:
+        #: the plan of the run; what Lightning chose where there is none yet
+        precision_plugin = property(_HOST_PLUGIN.fget, take_plan)
 
     def _plan_beside(self, plugin: Precision | None) -> Precision | None:
         if not isinstance(plugin, MixedPrecisionPlan):
