@@ -21,7 +21,7 @@ from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.acting import ActingCallback
 from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Verdict, applied_none
 from lightning_mp.plan.engine import max_over_ranks_
-from lightning_mp.plan.skip_aware import Override, SkipAwareHooks
+from lightning_mp.plan.skip_aware import Override, hold_on_skips
 from lightning_mp.record.callback_utils import StepTracker
 from lightning_mp.record.events import Event
 from lightning_mp.record.run_log import RunDir, WritesRun, is_fresh
@@ -41,7 +41,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
     the batch; ``events`` holds what ``events.jsonl`` holds. The batch, and the state of the random number generators
     before its forward, are saved in the same folder, for at most 10 steps a run; see :func:`replay_saved`. Until a step
-    is over, its micro-batches but the last are held in host memory. A normal step costs one pass over the gradients and
+    is over, its micro-batches stay in memory. A normal step costs one pass over the gradients and
     one device sync.
 
     Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: it
@@ -201,9 +201,7 @@ class _Run:
         self.losses: list[Tensor] = []
         self._one = torch.ones((), dtype=torch.float32, device=trainer.strategy.root_device)
         self.overrides.callback(Override(module, "on_before_optimizer_step", self._last_hook).remove)
-        hooks = SkipAwareHooks()
-        self.overrides.callback(hooks.remove)
-        hooks.install(trainer, module, lambda: self.dropped > 0)
+        self.overrides.callback(hold_on_skips(trainer, module, lambda: self.dropped > 0))
         self.dropped = 0
 
     def begin(self, batch: Any, batch_idx: int) -> None:

@@ -24,12 +24,10 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.health.scale_sources import scale_source
 from lightning_mp.numerics import nonfinite
-from lightning_mp.numerics.dtypes import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 from lightning_mp.plan.diagnosis import Diagnosis, first_bad_rank, named
 from lightning_mp.plan.side_run import loss_of, untouched
-from lightning_mp.plan.skip_aware import Override
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,7 @@ class KeptBatch:
     """A batch as ``training_step`` got it, with everything else that decides its result.
 
     ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``parts`` are the
-    micro-batches that its loss is divided by; ``numbers`` are the LightningModule's own (counters); ``moved`` holds the
-    ``id`` of each tensor that waits in host memory.
+    micro-batches that its loss is divided by; ``numbers`` are the LightningModule's own (counters).
     """
 
     batch: Any
@@ -48,31 +45,12 @@ class KeptBatch:
     rng: RngState
     scale: Tensor | None
     numbers: dict[str, Any]
-    moved: frozenset[int] = frozenset()
-
-    def on_host(self) -> KeptBatch:
-        """The same in host memory; what was there already, as the lengths of packed sequences, stays as it is."""
-        copies: list[Tensor] = []
-
-        def copied(tensor: Tensor) -> Tensor:
-            if tensor.device.type == "cpu":
-                return tensor
-            copies.append(tensor.detach().to("cpu", non_blocking=tensor.is_cuda))  # pinned: it does not wait
-            return copies[-1]
-
-        batch = map_tensors(self.batch, copied)
-        return replace(self, batch=batch, moved=frozenset(map(id, copies)))
-
-    def on(self, device: torch.device) -> Any:
-        """The batch, with every tensor where ``training_step`` got it."""
-        return map_tensors(self.batch, lambda tensor: tensor.to(device) if id(tensor) in self.moved else tensor)
 
 
 class Replayer:
     """Keeps the micro-batches of the open accumulation window, and runs them again to find what went wrong.
 
-    The one at hand is kept by reference: what ``training_step`` changes in it in place stays changed. The window's
-    earlier ones wait in host memory, so that no more than one stays on the device.
+    They are kept by reference: what ``training_step`` changes in place stays changed, and all wait on the device.
     """
 
     def __init__(self) -> None:
@@ -90,8 +68,6 @@ class Replayer:
             return  # a batch cannot be drawn twice
         device, source = trainer.strategy.root_device, scale_source(trainer)
         scale = None if source is None else source.scale()
-        if self._window:
-            self._window[-1] = self._window[-1].on_host()
         self._window.append(
             KeptBatch(
                 apply_to_collection(batch, Tensor, lambda tensor: tensor),
@@ -116,15 +92,17 @@ class Replayer:
     def locate(self, trainer: Trainer, pl_module: LightningModule, from_gradients: Origin | None = None) -> Diagnosis:
         """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
 
-        Call it between the backward pass and the next batch; under manual optimization outside of ``training_step``.
-        Nothing is left behind: generators, buffers, gradients and attributes of modules are as before, and nothing is
-        logged. ``from_gradients`` is what gradients said before they were dropped. Under DeepSpeed only the forward is
-        run again, since backward belongs to its engine. Where weights are non-finite already because the bad step was
-        applied, the first module with such a weight is named.
+        Call it between the backward pass and the next batch. Nothing is left behind: generators, buffers, gradients and
+        attributes of modules are as before, and nothing is logged. ``from_gradients`` is what gradients said before
+        they were dropped. Under DeepSpeed only the forward is run again, since backward belongs to its engine; under
+        manual optimization nothing is. Where weights are non-finite already because the bad step was applied, the first
+        module with such a weight is named.
         """
         distributed = trainer.world_size > 1
         notes = ["under DeepSpeed only the forward is run again"] if _forward_only(trainer) else []
-        for kept in self._window:
+        if not pl_module.automatic_optimization:
+            notes = ["under manual optimization no batch is run again"]
+        for kept in self._window if pl_module.automatic_optimization else ():
             origin, bad_loss = _replayed(trainer, pl_module, kept, notes)
             found = first_bad_rank(origin, bad_loss, distributed=distributed)
             if found.origin is not None or found.bad_loss:
@@ -166,30 +144,23 @@ def _replayed(
         whole = not strategy.zero_stage_3
     losses: list[Tensor] = []
 
-    def run_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run() -> Tensor | None:
+        inputs = step_inputs(trainer, kept.batch, kept.batch_idx)
+        if whole:  # past the wrapper, which would sum over ranks
+            with trainer.precision_plugin.forward_context():
+                output = module.training_step(*inputs)
+        else:
+            output = strategy.training_step(*inputs)
+        loss: Tensor | None = loss_of(output)
+        if loss is None:
+            return None
+        loss = loss / kept.parts
         losses.append(loss.detach())
         if backward:
             if not whole:
                 strategy.pre_backward(loss)
-            scaled = loss if kept.scale is None else loss.float() * kept.scale
-            with torch.autocast(strategy.root_device.type, enabled=False):  # manual_backward is in training_step
-                module.backward(scaled, *args, **kwargs)
-        return loss
-
-    def run() -> Tensor | None:
-        inputs = step_inputs(trainer, kept.on(strategy.root_device), kept.batch_idx)
-        with ExitStack() as stack:
-            if not module.automatic_optimization:
-                _without_steps(trainer, stack, run_backward)
-            if whole:  # past the wrapper, which would sum over ranks
-                stack.enter_context(trainer.precision_plugin.forward_context())
-                output = module.training_step(*inputs)
-            else:
-                output = strategy.training_step(*inputs)
-        loss: Tensor | None = loss_of(output) if module.automatic_optimization else None
-        if loss is not None:
-            run_backward(loss / kept.parts)
-        return torch.stack([loss.float().sum() for loss in losses]) if losses else None
+            module.backward(loss if kept.scale is None else loss.float() * kept.scale)
+        return losses[0]
 
     try:
         with _replaying(trainer, module, kept), torch.set_grad_enabled(backward):
@@ -198,26 +169,6 @@ def _replayed(
         notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
         return None, False
     return origin, not all(bool(torch.isfinite(loss).all()) for loss in losses)
-
-
-def _without_steps(trainer: Trainer, stack: ExitStack, backward: Any) -> None:
-    """Under manual optimization ``backward`` replaces the strategy's, and no optimizer or scheduler steps."""
-
-    def call_closure(_own: Any, *args: Any, **kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[-1] if args else None)
-        return None if closure is None else closure()
-
-    def run_backward(_own: Any, loss: Tensor, _optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return backward(loss, *args, **kwargs)
-
-    overrides = [
-        Override(trainer.strategy, "backward", run_backward),
-        Override(trainer.strategy, "optimizer_step", lambda _own, _optimizer, closure, *_, **__: closure()),
-        *(Override(optimizer, "step", call_closure) for optimizer in trainer.optimizers),
-        *(Override(config.scheduler, "step", lambda *_, **__: None) for config in trainer.lr_scheduler_configs),
-    ]
-    for one in overrides:
-        stack.callback(one.remove)
 
 
 @contextmanager
@@ -229,10 +180,7 @@ def _replaying(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Ge
         stack.enter_context(unsummed_gradients(module))
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
-        loop = trainer.fit_loop.epoch_loop
-        done = loop.manual_optimization.optim_step_progress.total
-        if module.automatic_optimization:
-            done = loop.automatic_optimization.optim_progress.optimizer.step.total
+        done = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
         stack.callback(setattr, done, "completed", done.completed)
         done.completed -= trainer.global_step - kept.step
         vars(module).update(kept.numbers, **dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))

@@ -69,30 +69,24 @@ def write_consolidated(
     weights_only: bool | None,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """As :func:`consolidate`; what was written, and the names of what is no tensor."""
-    with formats.local_copy(checkpoint) as source, formats.local_output(output) as target:
-        return _write(source, target, dtype, prefix, cast_all, weights_only)
-
-
-def _write(
-    source: Path, target: Path, dtype: object, prefix: str, cast_all: bool, weights_only: bool | None
-) -> tuple[dict[str, Tensor], list[str]]:
     wanted = None
     if dtype is not None:
         with Faults("dtype") as faults:
             wanted = storage_dtype(dtype, "dtype", faults)
-    save = _writer(target)
-    if target.is_dir() or (target.exists() and source.exists() and target.samefile(source)):
-        given = f"the output {str(target)!r} is a folder or the checkpoint itself"
-        raise CheckpointFormatError(given, "choose another name")
-    read, others = _read(source, weights_only)
-    fp32 = _fp32_names(others(), wanted) if wanted in ("bf16", "fp16") and not cast_all else ()
-    dtypes = {name: STORAGE["fp32" if name in fp32 else wanted] for name in read if wanted}
-    weights, dtypes = _under(read, prefix, source), _under(dtypes, prefix, source) if dtypes else {}
-    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    if not tensors:
-        raise CheckpointFormatError(f"{str(source)!r} has no tensor in it", "check the path")
-    plain = _plain(tensors, dtypes, tied=target.suffix != ".safetensors")
-    _write_whole(plain, target, save)
+    with formats.local_copy(checkpoint) as source, formats.local_output(output) as target:
+        save = _writer(target)
+        if target.is_dir() or (target.exists() and source.exists() and target.samefile(source)):
+            given = f"the output {str(target)!r} is a folder or the checkpoint itself"
+            raise CheckpointFormatError(given, "choose another name")
+        read, others = _read(source, weights_only)
+        fp32 = _fp32_names(others(), wanted) if wanted in ("bf16", "fp16") and not cast_all else ()
+        dtypes = {name: STORAGE["fp32" if name in fp32 else wanted] for name in read if wanted}
+        weights, dtypes = _under(read, prefix, source), _under(dtypes, prefix, source) if dtypes else {}
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        if not tensors:
+            raise CheckpointFormatError(f"{str(source)!r} has no tensor in it", "check the path")
+        plain = _plain(tensors, dtypes, tied=target.suffix != ".safetensors")
+        _write_whole(plain, target, save)
     return plain, [name for name in weights if name not in tensors]
 
 

@@ -40,8 +40,8 @@ class ZeroEngine(StepEngine):
 
     holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
     runs_backward = True
-    gives_closure = False  # a ZeRO optimizer takes none
     evaluates_once = "with ZeRO"
+    reduces = "ZeRO"
     steps = (("flat pieces", "ZeRO's pieces of flat tensors"),)
     _zero: Zero | None = None
     #: the norm to clip by where the Trainer says nothing
@@ -177,10 +177,9 @@ class ZeroEngine(StepEngine):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Left to the step, which divides by the plan's scale and asks every rank."""
-        self._require_tracked("ZeRO")
         self._stop_watching_reads()
-        if self.scaler.enabled and self.scaler.stepped(optimizer):
-            self.scaler.update()
+        if self.manual:
+            self.begin_manual_step(optimizer)
 
     def check_finite_again(self, optimizer: Optimizer) -> None:
         """Nothing: DeepSpeed looks in its step, and what an offloaded partition holds by now is not to be divided."""

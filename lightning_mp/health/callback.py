@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +33,7 @@ from lightning_mp.health.throughput import FLOPS, Count, Throughput
 from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.diagnosis import Diagnosis
 from lightning_mp.plan.run import PlanBase
-from lightning_mp.plan.skip_aware import SkipAwareHooks
+from lightning_mp.plan.skip_aware import hold_on_skips
 from lightning_mp.record import metric_names
 from lightning_mp.record.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.record.events import Event, Kind
@@ -314,7 +314,7 @@ class TrainingHealth(WritesRun):
     def _close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.hooks.remove()
+            run.move_schedulers()
             run.throughput.stop_counting()
             run.step.replayer.forget()
 
@@ -382,12 +382,12 @@ class _Run:
         #: how many steps were left out for an alert
         self.suppressed = 0
         self.count = SkipCount(source, self._skipped)
-        self.hooks = SkipAwareHooks()
+        self.move_schedulers: Callable[[], None] = lambda: None
         #: whether the step of a spike is left out
         self.skips = "skip" in health.actions.values()
         if self.skips:
             _check_skips(trainer, module)
-            self.hooks.install(trainer, module, lambda: self.step.suppressed)
+            self.move_schedulers = hold_on_skips(trainer, module, lambda: self.step.suppressed)
         self.automatic = module.automatic_optimization
         plugin, keeps_out = trainer.precision_plugin, self.guard is not None or source is not None
         if isinstance(plugin, PlanBase):

@@ -215,8 +215,7 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
 def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> ExitStack:
     """Checkpoint ``modules`` in place; closing the result undoes all of it.
 
-    transformers models below ``root`` get ``use_cache=False``, and input gradients where their embeddings are frozen
-    (LoRA).
+    transformers models below ``root`` get ``use_cache=False``.
     """
     applied = ExitStack()
     ops = config.save_ops or DEFAULT_SAVE_OPS
@@ -227,7 +226,6 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
         swap_in(module, CheckpointedForward, _lmp_checkpoint=each)
         applied.callback(swap_out, module, CheckpointedForward)
     _without_cache(root, applied)
-    _with_input_gradients(root, applied)
     return applied
 
 
@@ -247,31 +245,6 @@ def _without_cache(root: nn.Module, applied: ExitStack) -> None:
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
             applied.callback(setattr, config, "use_cache", True)
-
-
-def _with_input_gradients(root: nn.Module, applied: ExitStack) -> None:
-    """Turn on transformers' input gradients where the embeddings are frozen and something behind them is trained."""
-    done: list[nn.Module] = []
-    for module in root.modules():
-        model = cast("Any", module)
-        if not hasattr(module, "enable_input_require_grads") or any(module in set(above.modules()) for above in done):
-            continue
-        embeddings = _input_embeddings(model)
-        if embeddings is None or any(parameter.requires_grad for parameter in embeddings.parameters()):
-            continue
-        if any(parameter.requires_grad for parameter in module.parameters()):
-            model.enable_input_require_grads()
-            applied.callback(model.disable_input_require_grads)
-            done.append(module)
-
-
-def _input_embeddings(model: Any) -> nn.Module | None:
-    """The table that a transformers model looks its inputs up in; models of images and of sound have none."""
-    try:
-        found = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    except (NotImplementedError, AttributeError):  # transformers 5; 4
-        return None
-    return found if isinstance(found, nn.Embedding) else None
 
 
 def _overloads(name: str) -> list[str]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, calling_fra
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.half_weights import multiplies, other_use, reads_no_value, users_line
 from lightning_mp.modules.patterns import has_own_forward
-from lightning_mp.modules.pins import PinMap, PinnedModule, in_pinned_forward, is_pinned
+from lightning_mp.modules.pins import PinnedModule, in_pinned_forward, is_pinned
 from lightning_mp.numerics.dtypes import HALF, dtype_name, floating_in, to_torch
 
 #: set on what comes from a pinned weight: where it comes from; and on what it was cast to: that, and in which call
@@ -38,21 +36,15 @@ class _Source(NamedTuple):
     whole: bool
 
 
-def watched(
-    root: nn.Module, pin_map: PinMap, compute: str, halves: Mapping[int, str] = MappingProxyType({})
-) -> AbstractContextManager[Any]:
-    """Around the forward pass of a first step; ``halves`` names fp32 weights that hold values of ``compute``, by id.
+class FirstStep(TorchDispatchMode):
+    """Around the forward pass of a first step: follows weights through the operators, as autocast hands them on.
+
+    ``halves`` names fp32 weights that hold values of ``compute``, by id.
 
     Raises:
         PlanError: a pinned weight runs in another dtype outside of its module, a pin is why two dtypes clash, or
             something needs the fp32 values of one of ``halves``.
     """
-    watch = FirstStep(root, pin_map.members, compute, halves)
-    return watch if pin_map.members or halves else nullcontext()
-
-
-class FirstStep(TorchDispatchMode):
-    """Follows weights through the operators, as autocast hands them on."""
 
     supports_higher_order_operators = True
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -75,7 +76,6 @@ def select(
     pins, adapters = {id(module) for module in pinned}, _adapters(root)
     tied = {key for key, places in owners(root).items() if len({id(module) for _, module, _ in places}) > 1}
     linear = (nn.Linear, *conv1d())
-    kinds: dict[str, str] = {}
     layers: list[FP8Layer] = []
     chosen: list[nn.Module] = []
     seen: set[int] = set()
@@ -84,9 +84,7 @@ def select(
             continue
         seen.add(id(module))
         if not isinstance(module, linear):
-            for key, shape in _experts(module):
-                layers.append(FP8Layer(f"{name}.{key}", False, "kind", shape))
-                kinds[f"{name}.{key}"] = "3-D weight of experts"
+            layers.extend(FP8Layer(f"{name}.{key}", False, "kind", shape) for key, shape in _experts(module))
             continue
         weight, shape = cast("nn.Parameter", module.weight), _shape(module)
         reasons = (
@@ -101,11 +99,12 @@ def select(
         layers.append(FP8Layer(name, reason is None, reason, shape))
         if reason is None:
             chosen.append(module)
-        elif reason == "kind":
-            kinds[name] = original_class(module).__name__
     if not chosen:
-        problem, fix = _nothing(layers, kinds, rule.multiple)
-        faults.add(problem, fix=fix)
+        found, why = "; ".join(table(layers)) or "it has no Linear", {layer.reason for layer in layers}
+        small = "write FP8(small='convert') to convert small layers too, which is slower than bf16, or "
+        odd = f"round dimensions up to a multiple of {rule.multiple}, or "
+        fix = f"{small if 'size' in why else ''}{odd if 'shape' in why else ''}use precision='bf16-mixed'"
+        faults.add(f"precision='fp8-mixed' on a model of which nothing can be converted: {found}", fix=fix)
     return layers, chosen
 
 
@@ -168,20 +167,12 @@ def _adapters(root: nn.Module) -> set[int]:
 # ------------------------------------------------------------------ in words
 
 
-def table(layers: Iterable[FP8Layer], kinds: Mapping[str, str] = {}) -> list[str]:
-    """A line for each form of layer: ``2 x model.layers.*.mlp.up_proj (256, 64): size``; names differ by index.
-
-    ``kinds`` are the classes, by layer, of those that are no plain Linear.
-    """
-    counts: dict[tuple[str, tuple[int, ...], str], int] = {}
-    for layer in layers:
-        form = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
-        kind = f", a {kinds[layer.name]}" if layer.name in kinds else ""
-        key = form, layer.shape, f"{layer.reason or 'fp8'}{kind}"
-        counts[key] = counts.get(key, 0) + 1
+def table(layers: Iterable[FP8Layer]) -> list[str]:
+    """A line for each form of layer: ``2 x model.layers.*.mlp.up_proj (256, 64): size``; names differ by index."""
+    forms = ((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name), layer.shape, layer.reason or "fp8") for layer in layers)
     return [
         f"{f'{count} x ' if count > 1 else ''}{form} {shape}: {reason}"
-        for (form, shape, reason), count in counts.items()
+        for (form, shape, reason), count in Counter(forms).items()
     ]
 
 
@@ -191,14 +182,6 @@ def summary(layers: Sequence[FP8Layer]) -> str:
     left = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
     many = f"{len(layers)} layer{'s' * (len(layers) != 1)}"
     return f"{len(layers) - len(reasons)} of {many} in fp8" + (f"; left in bf16: {left}" if left else "")
-
-
-def _nothing(layers: Sequence[FP8Layer], kinds: Mapping[str, str], multiple: int) -> tuple[str, str]:
-    found, reasons = "; ".join(table(layers, kinds)) or "it has no Linear", {layer.reason for layer in layers}
-    small = "write FP8(small='convert') to convert small layers too, which is slower than bf16, or "
-    odd = f"round dimensions up to a multiple of {multiple}, or "
-    fix = f"{small if 'size' in reasons else ''}{odd if 'shape' in reasons else ''}use precision='bf16-mixed'"
-    return f"precision='fp8-mixed' on a model of which nothing can be converted: {found}", fix
 
 
 # ------------------------------------------------------------------ running

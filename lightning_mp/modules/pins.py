@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.compat.torch import apply_to_tensors, children_of
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import wide_linear
 from lightning_mp.modules.declared import Declared, find
 from lightning_mp.modules.patterns import (
@@ -28,7 +28,6 @@ from lightning_mp.modules.patterns import (
     no_match,
     not_lazy,
     not_scripted,
-    original_class,
     owners,
     swap_in,
     swap_out,
@@ -179,20 +178,23 @@ class Places:
     """Where the pinned modules of ``root`` are: nobody calls the plan when code puts another in place of one."""
 
     def __init__(self, root: nn.Module, pin_map: PinMap) -> None:
-        found: dict[tuple[int, str], tuple[dict[str, nn.Module | None], str, nn.Module]] = {}
+        #: by what holds a module, and its key in there, the module and who it is or is around
+        self._held: dict[tuple[int, str], tuple[dict[str, nn.Module | None], str, nn.Module, PinnedModule]] = {}
         for member in pin_map.covered:
-            module: nn.Module | None = root
-            for name in member.name.split("."):
-                kept = children_of(module)
-                module = kept.get(name)
-                if module is None:
-                    break
-                found[id(kept), name] = kept, name, module
-        self._found = list(found.values())
+            module = root
+            for key in member.name.split("."):
+                children = children_of(module)
+                module = cast("nn.Module", children[key])
+                self._held[id(children), key] = children, key, module, member
 
-    def changed(self) -> bool:
-        """Whether one of them, or what holds it, was replaced."""
-        return any(kept.get(name) is not module for kept, name, module in self._found)
+    def refuse_changed(self) -> None:
+        """Raise a PlanError where one of them, or what holds it, was replaced."""
+        for children, key, module, member in self._held.values():
+            if children.get(key) is not module:
+                raise PlanError.of(
+                    f"{member.name!r}, pinned to {member.pin.dtype} ({member.pin.pattern!r}), was replaced in the run",
+                    "replace it before trainer.fit(), or in configure_model",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,23 +375,3 @@ def kept_dtypes(root: nn.Module, storage: torch.dtype) -> dict[int, torch.dtype]
 
 def _keeps(tensor: Tensor, storage: torch.dtype) -> bool:
     return tensor.dtype == torch.float64 and storage == torch.float32
-
-
-# ------------------------------------------------------------------ weights that are read elsewhere
-
-
-def check_attention(root: nn.Module, pin_map: PinMap, compute: str, faults: Faults) -> None:
-    """Note pins on the projection of a ``MultiheadAttention`` that is not itself pinned so: it reads the weight."""
-    pinned = {id(member.module): member for member in pin_map.members}
-    for name, module in root.named_modules():
-        attends = isinstance(module, nn.MultiheadAttention)
-        if not attends or original_class(module).forward is not nn.MultiheadAttention.forward:
-            continue
-        member = pinned.get(id(module.out_proj))
-        around = pinned[id(module)].pin.dtype if id(module) in pinned else compute
-        if member is not None and member.pin.dtype != around:
-            pin = member.pin
-            faults.add(
-                f"pin {pin.pattern!r} on {member.name!r}, whose weight MultiheadAttention reads in {around}",
-                fix=f"pin the whole attention, pins={{{name!r}: {pin.dtype!r}}}, or remove the pin",
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import itemgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat import torch as compat
 from lightning_mp.numerics.dtypes import HALF
 
+_DTYPE = attrgetter("dtype")
 HostRead = Callable[[Tensor], bool]
 #: process groups over which a gradient's shards add up to all of it
 Groups = tuple[dist.ProcessGroup, ...]
@@ -112,7 +113,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     would overflow at 65,504.
     """
     members = [parameter for parameter in parameters if parameter.grad is not None]
-    if {parameter.dtype for parameter in members}.isdisjoint(HALF):
+    if set(map(_DTYPE, members)).isdisjoint(HALF):
         return torch.nn.utils.clip_grad_norm_(members, max_norm)
     grads = [cast("Tensor", parameter.grad) for parameter in members]
     total = torch.linalg.vector_norm(_norms(grads, grads[0].device))
@@ -225,7 +226,8 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
     """
     # torch's fused optimizers copy the flag to the host without waiting for it, and their kernel reads it at once
     offloaded = found_inf.device.type != "cpu" and any(one.device.type == "cpu" for one in parameters_of(optimizer))
-    if not compat.takes_flag(optimizer) or offloaded or _makes_momentum(optimizer):
+    first = isinstance(optimizer, torch.optim.SGD) and _makes_momentum(optimizer)
+    if not compat.takes_flag(optimizer) or offloaded or first:
         return None if read(found_inf) else optimizer.step(**kwargs)
     flagged = cast("Any", optimizer)
     flagged.grad_scale, flagged.found_inf = None, found_inf
@@ -238,7 +240,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
 def _makes_momentum(optimizer: Optimizer) -> bool:
     # torch (2.13 still) allocates fused SGD's momentum uninitialised and returns before writing it when the very first
     # step is held back: the garbage is then used as momentum. So that step is decided on the host.
-    return isinstance(optimizer, torch.optim.SGD) and any(
+    return any(
         group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None
         for group in optimizer.param_groups
         for parameter in group["params"]

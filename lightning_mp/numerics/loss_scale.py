@@ -335,16 +335,10 @@ class LossScaler(GradScaler):
         self._count(known, flag)
         return result
 
-    def must_hold(self, optimizer: Optimizer) -> bool:
-        """Whether a gradient is not finite on some rank, asked on the host; counts the step.
-
-        For an optimizer that evaluates its closure within its step: its gradients exist only there.
-        """
-        known = self._of(optimizer)
-        flag = self._last = self.found_inf(optimizer)
-        held = self.checks and self._read(flag)
-        self._count(known, flag)
-        return held
+    def note_unchecked(self) -> None:
+        """Count a step whose gradients nobody looks at as applied."""
+        self.attempts += 1
+        self._streak, self._last = 0, False
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Count a step that DeepSpeed unscaled, checked and made, with its flag."""

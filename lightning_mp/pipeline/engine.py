@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.errors import PlanError
 from lightning_mp.fsdp2.shard_watch import sum_total_norms
 from lightning_mp.numerics import grads
 from lightning_mp.plan.engine import StepEngine
@@ -27,10 +26,6 @@ class PipelineEngine(StepEngine):
         super().connect(model, optimizers)
         if optimizers:
             self._connected.callback(sum_total_norms(self, lambda: self._stages))
-
-    def evaluates_again(self, optimizer: Optimizer) -> None:
-        """Refused: another evaluation would run the schedule again."""
-        raise PlanError([self._again(optimizer)])
 
     @property
     def _stages(self) -> grads.Groups:

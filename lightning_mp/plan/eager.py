@@ -2,8 +2,7 @@
 
 # No postponed annotations here: DDP checks those of a communication hook, and refuses strings.
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ class EagerEngine(StepEngine):
         """Take the optimizers, and set in which dtype DDP sums gradients."""
         super().connect(model, optimizers)
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.reduces = "DDP" if self._ddp is not None else ""
         self._reduce()
 
     def _reduce(self) -> None:
@@ -60,29 +60,17 @@ class EagerEngine(StepEngine):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 _average_(parameter.grad, to_torch(self.policy.reduce_dtype)).wait()
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """As the base does.
-
-        Raises:
-            PlanError: DDP was never asked to reduce gradients, as a bare ``loss.backward()`` does not ask it.
-        """
-        if self._ddp is not None:
-            self._require_tracked("DDP")
-        super().unscale(optimizer)
-
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
 
-    @contextmanager
-    def around_update(self, optimizer: Optimizer) -> Generator[None]:
-        """What rounds stochastically (torchao's optimizers) rounds alike on every rank, or their weights would part."""
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """As the base does; what rounds stochastically (torchao's) rounds alike on every rank, or weights differ."""
         if not (self.distributed and getattr(optimizer, "bf16_stochastic_round", False)):
-            yield
-            return
+            return super().step(optimizer, **kwargs)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.scaler.attempts)
-            yield
+            return super().step(optimizer, **kwargs)
 
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

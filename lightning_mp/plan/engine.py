@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
-from lightning_mp.errors import Fault, Faults, PlanError
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing, declared, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
@@ -26,11 +27,8 @@ from lightning_mp.policy import PrecisionPolicy
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
 Replay = Callable[[], Tensor | None] | None
-_NOTHING = nullcontext()
-
-
-class _HeldError(Exception):
-    """Breaks off an optimizer's step from within its closure."""
+NOTHING = nullcontext()
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class StepEngine(ABC):
@@ -40,16 +38,16 @@ class StepEngine(ABC):
     holds: ClassVar[str]
     #: whether the strategy's own engine runs backward, by ``backward``
     runs_backward: ClassVar[bool] = False
-    #: whether the optimizer may be given a closure (LBFGS, SAM and its kind)
-    gives_closure: ClassVar[bool] = True
-    #: where optimizers that are known to evaluate it again are refused before the run, loss scale or not
+    #: where optimizers that evaluate their closure again are refused, loss scale or not
     evaluates_once: ClassVar[str] = ""
     #: where optimizers do not step whole parameters: (kind of shard, description) pairs
     steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
     #: by ``id``, names of the fp32 weights that are gathered in half precision
     halves: Mapping[int, str] = MappingProxyType({})
+    #: what reduces gradients in Lightning's ``backward`` alone, for people
+    reduces = ""
     #: around hooks in which users may look at gradients
-    hook_watch: AbstractContextManager[Any] = _NOTHING
+    hook_watch: AbstractContextManager[Any] = NOTHING
 
     def __init__(
         self,
@@ -66,6 +64,8 @@ class StepEngine(ABC):
         #: gradients are unscaled after each backward pass, for users who clip and step by hand
         self.manual = False
         self.optimizers: list[Optimizer] = []
+        #: those of them that evaluate their closure again (LBFGS, SAM): they step as under stock Lightning
+        self.unchecked: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
@@ -86,7 +86,6 @@ class StepEngine(ABC):
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
         self._loss: Tensor | None = None
-        self._announced = False
         #: undoes the hooks and patches that ``connect`` installs
         self._connected = ExitStack()
         #: the number of steps after which the budget can first be spent
@@ -105,8 +104,6 @@ class StepEngine(ABC):
             pinned = [member.module for member in self.pin_map.covered]
             self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
         self.manual = not getattr(module, "automatic_optimization", True)
-        if self.pin_map.members:
-            pins.check_attention(module, self.pin_map, self.policy.compute_dtype, faults)
         self._check_lstms(module, faults)
         if self.policy.checkpointing is not None:
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
@@ -151,37 +148,20 @@ class StepEngine(ABC):
             sync_batchnorm.apply(self.synced)
         if self.fp8 is not None:
             self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
-        self._pin()
+        mixed, compute = policy.mixed, to_torch(policy.compute_dtype)
+        pins.apply(self.pin_map, mixed=mixed, compute_dtype=compute, device_type=self.device.type)
         if policy.checkpointing is not None:
             self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
-
-    def _pin(self) -> None:
-        mixed, compute = self.policy.mixed, to_torch(self.policy.compute_dtype)
-        pins.apply(self.pin_map, mixed=mixed, compute_dtype=compute, device_type=self.device.type)
-
-    def _pin_again(self, module: nn.Module) -> None:
-        """Pin what was put in place of pinned modules in the run.
-
-        Raises:
-            PlanError: on several devices, where gradients of it are not summed and nothing shards it.
-        """
-        with Faults() as faults:
-            self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
-        new = [one for one in self.pin_map.covered if not pins.is_pinned(one.module) and list(one.module.parameters())]
-        if new and self.distributed:
-            raise PlanError.of(
-                f"{new[0].name!r}, pinned to {new[0].pin.dtype} ({new[0].pin.pattern!r}), was replaced in the run",
-                "replace it before trainer.fit(), or in configure_model",
-            )
-        self._pin()
-        self._places = pins.Places(module, self.pin_map)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
         for optimizer in optimizers:
             once = self.scaler.enabled or self.evaluates_once
-            if once and optimizer_facts.is_known_to_evaluate_again(optimizer):
-                faults.extend([self._again(optimizer)])
+            if once and optimizer_facts.evaluates_again(optimizer):
+                where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
+                instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
+                given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
+                faults.add(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
             else:
                 for shards, where in self.steps:
                     optimizer_facts.check_shards(optimizer, shards, where, faults)
@@ -195,6 +175,10 @@ class StepEngine(ABC):
         with Faults() as faults:
             self.check_optimizers(optimizers, faults)
         self.optimizers = list(optimizers)
+        self.unchecked = [*filter(optimizer_facts.evaluates_again, self.optimizers)]
+        for optimizer in self.unchecked if self.scaler.checks else ():
+            name = type(optimizer).__name__
+            rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
         self._connected.close()
         self.scaler.place(self.device)
         self.scaler.forget()
@@ -206,7 +190,8 @@ class StepEngine(ABC):
         self._next_check = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        self._places = None if self._module is None else pins.Places(self._module, self.pin_map)
+        if self._module is not None and self.pin_map.covered:
+            self._places = pins.Places(self._module, self.pin_map)
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -220,7 +205,7 @@ class StepEngine(ABC):
         self._connected.close()
         self._module, self._loss = None, None
         self.pin_map, self._places, self.recomputed = pins.PinMap((), ()), None, []
-        self.optimizers, self.pending = [], False
+        self.optimizers, self.unchecked, self.pending = [], [], False
         self._parameters, self._trained = [], []
 
     # ------------------------------------------------------------------ the step
@@ -229,25 +214,30 @@ class StepEngine(ABC):
         """Around ``training_step``, after a look at which parameters were frozen or unfrozen, and modules replaced.
 
         The first is watched: whatever computes with a pinned weight outside of its module is refused.
+
+        Raises:
+            PlanError: a pinned module was replaced in the run.
         """
-        trained = [parameter.requires_grad for parameter in self._parameters]
+        trained = [*map(_REQUIRES_GRAD, self._parameters)]
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
-        if self._module is not None and self._places is not None and self._places.changed():
-            self._pin_again(self._module)
-        return self.first_step("training_step")
+        if self._places is not None:
+            self._places.refuse_changed()
+        return NOTHING if "training_step" in self._watched else self.first_step("training_step")
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
         """Around a step: the first of ``method`` is watched, unless the first of training was."""
         if self._module is None or not self._watched.isdisjoint(("training_step", method)):
-            return _NOTHING
+            return NOTHING
         self._watched.add(method)
         return self._first_step(self._module)
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:
         halves = self.halves if "training_step" in self._watched else {}
-        return first_step.watched(module, self.pin_map, self.policy.compute_dtype, halves)
+        if not (self.pin_map.members or halves):
+            return NOTHING
+        return first_step.FirstStep(module, self.pin_map.members, self.policy.compute_dtype, halves)
 
     def on_trained_changed(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
         """Parameters were frozen or unfrozen since the last step."""
@@ -273,10 +263,23 @@ class StepEngine(ABC):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients unscaled and find out, in the same pass, whether they are finite on this rank."""
-        scaler = self.scaler
-        if scaler.enabled and scaler.stepped(optimizer):  # it steps again: what came before was a group of its own
-            scaler.update()
-        scaler.check_finite_(optimizer)
+        if self.manual:
+            self.begin_manual_step(optimizer)
+        self.scaler.check_finite_(optimizer)
+
+    def begin_manual_step(self, optimizer: Optimizer) -> None:
+        """Where the optimizer steps again, what came before was a group of its own.
+
+        Raises:
+            PlanError: nothing has reduced gradients, as a bare ``loss.backward()`` does not ask for it.
+        """
+        if self.reduces and self._loss is None:
+            raise PlanError.of(
+                f"loss.backward() with {self.reduces}, which reduces gradients in self.manual_backward(loss) alone",
+                "write self.manual_backward(loss)",
+            )
+        if self.scaler.enabled and self.scaler.stepped(optimizer):
+            self.scaler.update()
 
     def check_finite_again(self, optimizer: Optimizer) -> None:
         """Check again after the user's hooks, which may have changed the gradients."""
@@ -298,85 +301,9 @@ class StepEngine(ABC):
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
-        with self.around_update(optimizer):
-            result = self.scaler.step_checked(optimizer, **kwargs)
+        result = self.scaler.step_checked(optimizer, **kwargs)
         self.pending = False
         return result
-
-    def around_update(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Around the optimizer's update alone, without a closure that it evaluates."""
-        return _NOTHING
-
-    def step_by_closure(
-        self, optimizer: Any, evaluate: Callable[[], Any], again: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        """Step an optimizer that is given its closure, or leave everything as it was.
-
-        ``evaluate`` runs when the optimizer asks, since it may have moved weights by then, and leaves checked
-        gradients; where one is not finite, or there is none, the step is broken off there. ``again`` is every later
-        evaluation. Under manual optimization gradients that are there already are checked before.
-
-        Raises:
-            PlanError: the optimizer had moved weights before a step that has to be broken off.
-        """
-        before, results, asked = optimizer_facts.sample(optimizer), list[Any](), False
-
-        def look() -> None:
-            results.append(evaluate())
-            if not (self.pending or self.manual) or self.scaler.must_hold(optimizer):
-                raise _HeldError
-
-        def closure() -> Any:
-            nonlocal asked
-            if asked:
-                return again()
-            asked = True
-            if not results:
-                look()
-            update.enter_context(self.around_update(optimizer))
-            return results[0]
-
-        stepping, self.scaler.stepping = self.scaler.stepping, True
-        try:
-            with ExitStack() as update:
-                if self.manual and self.pending:
-                    look()
-                returned = optimizer.step(closure=closure, **kwargs)
-        except _HeldError:
-            optimizer_facts.refuse_moved(optimizer, before)
-            return results[0]
-        finally:
-            self.scaler.stepping, self.pending = stepping, False
-        return next(iter(results), None) if returned is None else returned
-
-    def evaluates_again(self, optimizer: Optimizer) -> None:
-        """The optimizer asks for another evaluation in its step: its gradients are not checked.
-
-        Raises:
-            PlanError: under loss scaling.
-        """
-        if self.scaler.enabled:
-            raise PlanError([self._again(optimizer)])
-        if not self._announced:
-            self._announced = True
-            rank_zero_info(
-                f"{type(optimizer).__name__} evaluates its closure again within a step: only gradients of the first "
-                "evaluation are checked for non-finite values, further ones are applied as they are"
-            )
-
-    def _again(self, optimizer: Optimizer) -> Fault:
-        where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
-        instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
-        given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
-        return Fault(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
-
-    def _require_tracked(self, reduces: str) -> None:
-        """Refuse steps of a run that never called ``manual_backward``, in which alone ``reduces`` reduces gradients."""
-        if self._loss is None:
-            raise PlanError.of(
-                f"loss.backward() with {reduces}, which reduces gradients in self.manual_backward(loss) alone",
-                "write self.manual_backward(loss)",
-            )
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse, under loss scaling, a step that the plan does not make: it would apply scaled gradients."""
@@ -389,9 +316,9 @@ class StepEngine(ABC):
         )
 
     def finish_step(self, replay: Replay) -> None:
-        """Adjust the scale once every optimizer of the group stepped, and look at the budget."""
+        """Adjust the scale once every optimizer of the group stepped, by hand there may be many; look at the budget."""
         scaler = self.scaler
-        if scaler.enabled and all(map(scaler.stepped, self.optimizers)):
+        if scaler.enabled and (not self.manual or all(map(scaler.stepped, self.optimizers))):
             scaler.update()
         if scaler.attempts >= self._next_check:
             self.check_budget(replay)

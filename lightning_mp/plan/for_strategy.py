@@ -95,11 +95,6 @@ def is_distributed(strategy: Strategy | None) -> bool:
     return isinstance(strategy, ParallelStrategy) and strategy.world_size > 1
 
 
-def shards(strategy: Strategy | None) -> bool:
-    """Whether ``strategy`` lays the module out anew for each run."""
-    return engine_of(strategy) is not EagerEngine
-
-
 def describe(strategy: Strategy) -> str:
     """The strategy's name, and what it does with parameters."""
     world = getattr(strategy, "world_size", 1)
@@ -130,7 +125,9 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     if own is not None:
         return own(engine, module, faults)
     if isinstance(strategy, DeepSpeedStrategy):  # a DDPStrategy by inheritance only
-        instead = _zero_name(strategy)
+        zero = cast("Any", strategy.config).get("zero_optimization", {})
+        offload = "_offload" if {"offload_optimizer", "offload_param"} & set(zero) else ""
+        instead = f"mp_deepspeed_zero{zero.get('stage') or 1}{offload}"
     elif isinstance(strategy, FSDPStrategy):
         instead = "mp_fsdp1"
     elif isinstance(strategy, ModelParallelStrategy):
@@ -159,13 +156,6 @@ def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Mod
         given = "sync_batchnorm=True with Lightning's DDPStrategy on a CPU, where torch's SyncBatchNorm does not run"
         faults.add(given, fix="use strategy='mp_ddp'")
     return sync_batchnorm.select(module, faults)
-
-
-def _zero_name(strategy: DeepSpeedStrategy) -> str:
-    config = cast("Any", strategy.config)
-    zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
-    offload = "_offload" if {"offload_optimizer", "offload_param"} & set(zero) else ""
-    return f"mp_deepspeed_zero{zero.get('stage') or 1}{offload}"
 
 
 def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:

@@ -19,7 +19,6 @@ from lightning_mp.compat.lightning import (
     FSDPPrecision,
     LightningModule,
     RunningStage,
-    Strategy,
     Trainer,
     TrainerFn,
     TrainerStatus,
@@ -28,14 +27,13 @@ from lightning_mp.compat.lightning import (
     tidy_output,
     trainer_of,
 )
-from lightning_mp.compat.torch import backward_traced_outside_autocast
 from lightning_mp.deepspeed.merge import DeepSpeedJson, DeepSpeedNotes
 from lightning_mp.errors import Faults, PlanError, near_keywords
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe
 from lightning_mp.plan import alike, diagnosis, for_strategy, optimizer_facts
-from lightning_mp.plan.engine import StepEngine
-from lightning_mp.plan.run import PlanBase, Run, Runs, began, ended
-from lightning_mp.policy import PrecisionPolicy, hardware, load, presets
+from lightning_mp.plan.engine import NOTHING, StepEngine
+from lightning_mp.plan.run import PlanBase, Run, began, ended
+from lightning_mp.policy import PrecisionPolicy, load, presets
 from lightning_mp.policy.pieces import call
 from lightning_mp.policy.precision_policy import (
     CheckpointingLike,
@@ -49,16 +47,10 @@ from lightning_mp.policy.precision_policy import (
 if TYPE_CHECKING:
     from lightning_mp.bad_steps.handler import BadStepCallback
 
-_NOTHING = nullcontext()
 
-
-def unpickled(
-    declared: dict[str, Any], policy: dict[str, Any], state: dict[str, Any], notes: dict[str, Any] | None = None
-) -> MixedPrecisionPlan:
-    """A plan that was pickled, of plain values, so that torch's ``weights_only=True`` takes it."""
-    plan: Any = MixedPrecisionPlan.from_policy(PrecisionPolicy.from_dict(declared))
-    plan._run = Run(PrecisionPolicy.from_dict(policy), used=True)
-    plan.load_state_dict(state)
+def unpickled(declared: dict[str, Any], notes: dict[str, Any] | None) -> MixedPrecisionPlan:
+    """A plan that was copied or pickled, of plain values, so that torch's ``weights_only=True`` takes it."""
+    plan = MixedPrecisionPlan.from_policy(PrecisionPolicy.from_dict(declared))
     if notes is not None:
         plan.deepspeed_notes = DeepSpeedNotes(**notes)
     return plan
@@ -108,7 +100,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         self._declare(PrecisionPolicy(**dtypes, **steps, **modules))
 
     def _declare(self, policy: PrecisionPolicy) -> None:
-        self._declared, self._run, self._runs = policy, Run(policy), Runs()
+        self._declared, self._run = policy, Run(policy)
 
     @classmethod
     def from_policy(cls, policy: PrecisionPolicy) -> MixedPrecisionPlan:
@@ -131,20 +123,19 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """
         return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": self._run.copy(), "_runs": Runs()}
+    # A copy is a plan that has run nothing yet.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionPlan:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        # Packages copy their arguments: what the copy counts can be asked of the plan that the user holds.
-        copied.__dict__.update(self.__dict__, _run=self._run.copy())
-        return copied
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _run=Run(state["_declared"]))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not MixedPrecisionPlan:
             return super().__reduce_ex__(protocol)
         notes = None if self.deepspeed_notes is None else asdict(self.deepspeed_notes)
-        return unpickled, (self._declared.to_dict(), self.policy.to_dict(), self.state_dict(), notes)
+        return unpickled, (self._declared.to_dict(), notes)
 
     @property
     def device(self) -> str:
@@ -179,9 +170,12 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         self._attach(trainer, module)
         run, faults = self._run, Faults()
         device = describe(run.device)
-        self._resolve(device, module, strategy)
-        if run.within(module) and not for_strategy.shards(strategy):
-            return None  # prepared already, by the run around this one
+        policy = self.policy
+        if policy.precision == "auto":
+            policy = for_strategy.resolved(policy, device, module)
+        policy = for_strategy.completed(strategy, policy)
+        if policy != self.policy:
+            run.follow(policy)
         for_strategy.check_device(self.policy, device, faults)
         engine = for_strategy.engine_of(strategy)(
             self.policy,
@@ -195,7 +189,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         if trainer is not None and strategy is not None:
             bad_steps = self._check_fit(trainer, engine, module, faults)
             layout = for_strategy.check(strategy, engine, module, faults)
-        self._compare_ranks(engine, module, device, faults)
+        if engine.distributed:
+            auto_on = device.name if self._declared.precision == "auto" else ""
+            alike.compare(repr(self.from_policy(self.policy)), auto_on, module, engine.device, faults)
         faults.raise_if_any()
         for pattern in engine.pin_map.shadowed:
             rank_zero_warn(f"pin {pattern!r} has no effect: the pins before it cover everything it matches")
@@ -203,7 +199,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             run.cleanup.callback(bad_steps.remove)
             bad_steps.insert()
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._announce(engine, module, trainer)
+            from lightning_mp.preflight.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
+
+            warn_at_fit(module, self.policy)
+            run.cleanup.callback(tidy_output())
+            began(engine, module, trainer)
         run.begin(engine, module)
         restore_tf32 = for_strategy.switch_tf32(self.policy, device)
         if restore_tf32 is not None:
@@ -225,43 +225,23 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
         return BadStepCallback(self, trainer, faults)
 
-    def _compare_ranks(self, engine: StepEngine, module: nn.Module, device: hardware.Device, faults: Faults) -> None:
-        if engine.distributed:
-            auto_on = device.name if self._declared.precision == "auto" else ""
-            alike.compare(repr(self.from_policy(self.policy)), auto_on, module, engine.device, faults)
-
-    def _announce(self, engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
-        """Before the module is changed: warn of what the cheap checks find, say what is declared, and log it."""
-        from lightning_mp.preflight.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
-
-        warn_at_fit(module, self.policy)
-        self._run.cleanup.callback(tidy_output())
-        began(engine, module, trainer)
-
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
-        """Take the run of ``trainer``: the next stage of the one at hand, one that it had before, or a new one."""
+        """Begin the run of ``trainer``, or go on to its next stage."""
         run, before = self._run, self.trainer
-        running = run.engine is not None and before is not None and before.state.status == TrainerStatus.RUNNING
-        nested = running and before is not trainer
-        if not nested:
-            run.release()
+        if before not in (None, trainer) and run.engine is not None and before.state.status == TrainerStatus.RUNNING:
+            raise PlanError.of(
+                "a Trainer inside the run of another one, under the same plan",
+                "give it a plan and a module of its own: copy.deepcopy(plan)",
+                "Trainer",
+            )
+        run.release()
         if trainer is None:
             first = next(module.parameters(), None)
             run.device = torch.device("cpu") if first is None else first.device
             return
-        if run.used and before is not trainer:
-            self._run = self._runs.of.get(trainer) or Run(self._declared)
-            self._run.outer = run if nested else None
+        if run.attached and before is not trainer:
+            self._run = Run(self._declared)
         self._run.attach(trainer)
-        self._runs.of[trainer] = self._runs.latest = self._run
-
-    def _resolve(self, device: hardware.Device, module: nn.Module, strategy: Strategy | None) -> None:
-        policy = self.policy
-        if policy.precision == "auto":
-            policy = for_strategy.resolved(policy, device, module)
-        policy = for_strategy.completed(strategy, policy)
-        if policy != self.policy:
-            self._run.follow(policy)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -288,31 +268,33 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """Modules made in it take the parameters' dtype under the true modes."""
         return self.tensor_init_context()
 
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
+    def forward_context(self) -> Any:
         """Autocast under the mixed modes, the parameters' dtype as the default one under the true modes."""
         run = self._run
         if run.autocast_dtype is None:
-            context = self.tensor_init_context()
-        else:
-            # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
-            context = torch.autocast(run.device.type, run.autocast_dtype, cache_enabled=False)
-        with context, backward_traced_outside_autocast():
-            yield
+            return self.tensor_init_context()
+        # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
+        return torch.autocast(run.device.type, run.autocast_dtype, cache_enabled=False)
+
+    def train_step_context(self) -> Any:
+        """The forward context; in the first step, what runs past its pin is refused."""
+        engine = self._run.engine
+        watch = NOTHING if engine is None else engine.training_step()
+        if engine is None or (watch is NOTHING and not engine.manual):
+            return self.forward_context()
+        return self._watched(engine, watch)
 
     @contextmanager
-    def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context; in the first step, what runs past its pin is refused."""
-        engine = self.engine
-        with self.forward_context(), _NOTHING if engine is None else engine.training_step():
+    def _watched(self, engine: StepEngine, watch: AbstractContextManager[Any]) -> Generator[None, None, None]:
+        with self.forward_context(), watch:
             yield
-        if engine is not None and engine.scaler.enabled:
+        if engine.scaler.enabled:
             engine.close_group()
 
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
         """The forward context; watched as in training where the sanity check comes first."""
-        with self.forward_context(), _NOTHING if self.engine is None else self.engine.first_step("validation_step"):
+        with self.forward_context(), NOTHING if self.engine is None else self.engine.first_step("validation_step"):
             yield
 
     def convert_input(self, data: Any) -> Any:
@@ -327,14 +309,15 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Scale the loss; a ``PlanError`` under Lightning Fabric, which has no Trainer."""
-        if self.trainer is None and trainer_of(module) is None:
+        engine = self._run.engine
+        if not (engine and engine.optimizers) and self.trainer is None and trainer_of(module) is None:
             raise PlanError.of(
                 "Fabric(plugins=[MixedPrecisionPlan(...)]), or a backward pass without a Trainer",
                 "use a Trainer, or Fabric(precision=...) without the plan",
             )
-        if self.engine is not None:
-            self.engine.manual = not module.automatic_optimization
-            tensor = self.engine.before_backward(tensor)
+        if engine is not None:
+            engine.manual = not module.automatic_optimization
+            tensor = engine.before_backward(tensor)
         return super(FSDPPrecision, self).pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -350,10 +333,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
         """Under manual optimization, unscale gradients before users see them."""
-        engine = self.engine
+        engine = self._run.engine
         if engine is not None:
             engine.after_backward()
-        with _NOTHING if engine is None else engine.hook_watch:
+        with NOTHING if engine is None else engine.hook_watch:
             return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -367,47 +350,32 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             raise RuntimeError("An optimizer step outside of a run, after fit. Call trainer.fit(...) again.")
         if run.checks_again is None:
             run.begin_steps(model)
-        replay = None if engine.manual else partial(diagnosis.run_again, optimizer, model, closure)
-        run.stepped, before = False, engine.scaler.attempts
-        evaluate = partial(self._evaluate, engine, model, optimizer, closure)
-        if engine.gives_closure and optimizer_facts.takes_closure(type(optimizer)):
-            again = partial(self._evaluate_again, engine, model, optimizer, closure)
-            result = engine.step_by_closure(optimizer, evaluate, again, **kwargs)
-        else:
-            result = evaluate()
-            if engine.pending or engine.manual:
-                returned = engine.step(optimizer, **kwargs)
-                result = result if returned is None else returned
-        run.stepped = engine.scaler.attempts > before  # else training_step returned None: neither applied nor skipped
-        if run.stepped:
-            engine.finish_step(replay)
-        return result
-
-    def _evaluate(self, engine: StepEngine, model: LightningModule, optimizer: Any, closure: Any) -> Any:
-        """Run the closure; unscale and check its gradients, around the hooks that may change them."""
+        if optimizer in engine.unchecked:
+            engine.scaler.note_unchecked()
+            run.stepped = True
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        if engine.pending or engine.manual:
+        run.stepped = engine.pending or engine.manual  # else training_step returned None: neither applied nor skipped
+        if run.stepped:
             engine.unscale(optimizer)
             with engine.hook_watch:
                 self._after_closure(model, optimizer)
-            if self._run.checks_again:
+            if run.checks_again:
                 engine.check_finite_again(optimizer)
+            returned = engine.step(optimizer, **kwargs)
+            result = result if returned is None else returned
+            engine.finish_step(None if engine.manual else partial(diagnosis.run_again, optimizer, model, closure))
         return result
-
-    def _evaluate_again(self, engine: StepEngine, model: LightningModule, optimizer: Any, closure: Any) -> Any:
-        """Run the closure once more for the optimizer (LBFGS, SAM), as Lightning's own plugins do."""
-        engine.evaluates_again(optimizer)
-        return self._wrap_closure(model, optimizer, closure)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the global norm, taken in fp32."""
-        if self.engine is not None:
-            self.engine.clip_norm(optimizer, float(clip_val))
+        if (engine := self._run.engine) is not None:
+            engine.clip_norm(optimizer, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip every entry of the unscaled gradients."""
-        if self.engine is not None:
-            self.engine.clip_value(optimizer, float(clip_val))
+        if (engine := self._run.engine) is not None:
+            engine.clip_value(optimizer, float(clip_val))
 
     # ------------------------------------------------------------------ checkpoints and the end
 
@@ -417,9 +385,5 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         Raises:
             NonFiniteError: a fit applied none of its steps; Lightning then calls this once more.
         """
-        run = self._run
         ended(self, self.trainer)
-        run.release()
-        if run.outer is not None:  # a run in a callback of another run, which goes on
-            self._run, run.outer = run.outer, None
-            self._run.go_on()
+        self._run.release()

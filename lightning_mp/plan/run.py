@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
     trainer_of,
 )
+from lightning_mp.compat.torch import backward_traced_outside_autocast
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.fp8 import FP8Layer
 from lightning_mp.modules.patterns import call_with_original_classes
@@ -27,7 +26,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import describe, diagnosis, for_strategy
 from lightning_mp.plan.engine import StepEngine
-from lightning_mp.plan.skip_aware import SkipAwareHooks, may_change_gradients
+from lightning_mp.plan.skip_aware import hold_on_skips, may_change_gradients
 from lightning_mp.policy import PrecisionPolicy
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
@@ -41,18 +40,12 @@ IN_FP16 = (
 
 
 class Run:
-    """One Trainer's run under a plan: policy, loss scale and counts; while it lasts, the engine and what undoes it.
+    """One Trainer's run under a plan: policy, loss scale and counts; while it lasts, the engine and what undoes it."""
 
-    ``used``: a Trainer has had it; another one gets a new run.
-    """
-
-    def __init__(self, policy: PrecisionPolicy, *, used: bool = False) -> None:
-        self.used = used
+    def __init__(self, policy: PrecisionPolicy) -> None:
         self.device = torch.device("cpu")
         self.engine: StepEngine | None = None
         self.fp8_layers: list[FP8Layer] = []
-        #: the run whose callback started this one, until this one is over
-        self.outer: Run | None = None
         #: whether the last call of optimizer_step made a step; it does not where training_step returned None
         self.stepped = False
         #: whether hooks of the user's may change gradients before the step; known from the first step on
@@ -71,13 +64,10 @@ class Run:
         self.half_storage = self.storage_dtype != torch.float32
         self.autocast_dtype = to_torch(policy.compute_dtype) if policy.mixed else None
 
-    def copy(self) -> Run:
-        """Policy, loss scale and counts, without the Trainer."""
-        copied = Run(self.policy, used=self.used)
-        copied.loss_scaler.load_counts(self.loss_scaler.counts())
-        if self.loss_scaler.enabled:
-            copied.loss_scaler.load_state_dict(self.loss_scaler.state_dict())
-        return copied
+    @property
+    def attached(self) -> bool:
+        """Whether it has, or had, a Trainer: another one gets a run of its own."""
+        return self._trainer is not None
 
     @property
     def trainer(self) -> Trainer | None:
@@ -86,18 +76,14 @@ class Run:
 
     def attach(self, trainer: Trainer) -> None:
         """``trainer`` begins, or goes on to its next stage."""
-        self.device, self._trainer, self.used = trainer.strategy.root_device, weakref.ref(trainer), True
-
-    def within(self, module: nn.Module) -> bool:
-        """Whether a callback of a run on ``module`` started this one."""
-        trainer = None if self.outer is None else self.outer.trainer
-        return trainer is not None and trainer.strategy.lightning_module is module
+        self.device, self._trainer = trainer.strategy.root_device, weakref.ref(trainer)
 
     def begin(self, engine: StepEngine, module: nn.Module) -> None:
         """Change the module, and switch off what would go past it."""
         trainer = trainer_of(module)
         self.engine, self.fp8_layers = engine, [] if engine.fp8 is None else engine.fp8.layers
         self.cleanup.callback(engine.release)
+        self.cleanup.enter_context(backward_traced_outside_autocast())
         engine.prepare(module)
         if self.policy.pins and trainer is not None:
             # Else torch's encoder layers read their children's weights in evaluation, past the pins.
@@ -108,20 +94,14 @@ class Run:
 
     def begin_steps(self, module: LightningModule) -> None:
         """In the first step: schedulers and weight averages will not move on a skipped one."""
-        hooks, self.checks_again = SkipAwareHooks(), may_change_gradients(module)
-        self.cleanup.callback(hooks.remove)
-        hooks.install(module.trainer, module, lambda: self.stepped and self.loss_scaler.step_skipped)
+        self.checks_again = may_change_gradients(module)
+        undo = hold_on_skips(module.trainer, module, lambda: self.stepped and self.loss_scaler.step_skipped)
+        self.cleanup.callback(undo)
 
     def release(self) -> None:
         """Restore every process-global that was set, and the methods that were changed."""
         self.engine = self.checks_again = None
         self.cleanup.close()
-
-    def go_on(self) -> None:
-        """The run that a callback started is over; it has left its Trainer on the module."""
-        trainer = self.trainer
-        if trainer is not None:
-            trainer.lightning_module.trainer = trainer
 
     def global_step(self) -> int:
         """Lightning's count of attempted steps."""
@@ -133,21 +113,11 @@ class Run:
             self.engine.check_budget(None)
 
 
-@dataclass
-class Runs:
-    """The runs of a plan and of its deep copies, each for as long as its Trainer lives."""
-
-    of: WeakKeyDictionary[Trainer, Run] = field(default_factory=WeakKeyDictionary)
-    #: the one that began last
-    latest: Run | None = None
-
-
 class PlanBase:
     """The base class by which a precision plugin is known to be a plan."""
 
     _declared: PrecisionPolicy
     _run: Run
-    _runs: Runs
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -176,12 +146,6 @@ class PlanBase:
         return scaler if scaler.enabled else None
 
     @property
-    def _counted(self) -> LossScaler:
-        """The counts of its own run, or of its deep copy's, as packages make one of their arguments."""
-        run = self._run if self._run.used else self._runs.latest
-        return (run or self._run).loss_scaler
-
-    @property
     def fp8_layers(self) -> list[FP8Layer]:
         """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
         return list(self._run.fp8_layers)
@@ -189,17 +153,17 @@ class PlanBase:
     @property
     def step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped; the first question after a step is a device sync."""
-        return self._counted.step_skipped
+        return self._run.loss_scaler.step_skipped
 
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped since the run began."""
-        return self._counted.skipped_steps
+        return self._run.loss_scaler.skipped_steps
 
     @property
     def applied_steps(self) -> int:
         """How many optimizer steps were applied since the run began."""
-        return self._counted.applied_steps
+        return self._run.loss_scaler.applied_steps
 
     @property
     def trainer(self) -> Trainer | None:

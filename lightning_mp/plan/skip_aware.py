@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -19,18 +20,11 @@ def may_change_gradients(module: LightningModule) -> bool:
 
     This package's own callbacks read, or take gradients away; the plan's clipping leaves finite ones finite.
     """
-    if any(_is_overridden(name, module, LightningModule) for name in _HOOKS):
+    if any(is_overridden(name, module, LightningModule) for name in _HOOKS):
         return True
     callbacks: list[Callback] = cast("Any", module.trainer).callbacks
     theirs = (callback for callback in callbacks if not type(callback).__module__.startswith(_OURS))
-    return any(_is_overridden(_HOOKS[0], callback, Callback) for callback in theirs)
-
-
-def _is_overridden(name: str, instance: Any, parent: type) -> bool:
-    # In every step: where the class has its parent's own function there is nothing to unwrap and compare.
-    if getattr(type(instance), name, None) is getattr(parent, name) and name not in vars(instance):
-        return False
-    return is_overridden(name, instance, parent)
+    return any(is_overridden(_HOOKS[0], callback, Callback) for callback in theirs)
 
 
 class Override:
@@ -66,36 +60,26 @@ class Override:
         return getattr, (self.owner, self.name)  # of the copy: by then it has its class's own
 
 
-class SkipAwareHooks:
-    """Keeps schedulers and weight averages from moving on skipped steps of one run.
+def hold_on_skips(trainer: Trainer, module: LightningModule, skipped: Skipped) -> Callable[[], None]:
+    """Leave step-interval schedulers and weight averages of a run as they are while ``skipped()`` is true.
 
     Overriding the LightningModule's hook, rather than the scheduler's ``step``, keeps schedulers saveable and lets
-    ``LearningRateMonitor`` see them as they are. Several instances may be installed in one run, and removed in any
-    order.
+    ``LearningRateMonitor`` see them as they are. The function returned undoes it, in any order among several.
     """
+    undo = ExitStack()
 
-    def __init__(self) -> None:
-        self._overrides: list[Override] = []
+    def step(original: Any, scheduler: Any, metric: Any) -> None:
+        interval = next((c.interval for c in trainer.lr_scheduler_configs if c.scheduler is scheduler), None)
+        if interval != "step" or not skipped():
+            original(scheduler, metric)
 
-    def install(self, trainer: Trainer, module: LightningModule, skipped: Skipped) -> None:
-        """Leave step-interval schedulers and weight averages of the trainer as they are while ``skipped()`` is true."""
+    def should_update(original: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        wanted = original(step_idx=step_idx, epoch_idx=epoch_idx)
+        return wanted and not (step_idx is not None and skipped())
 
-        def step(original: Any, scheduler: Any, metric: Any) -> None:
-            interval = next((c.interval for c in trainer.lr_scheduler_configs if c.scheduler is scheduler), None)
-            if interval != "step" or not skipped():
-                original(scheduler, metric)
-
-        def should_update(original: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            wanted = original(step_idx=step_idx, epoch_idx=epoch_idx)
-            return wanted and not (step_idx is not None and skipped())
-
-        if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
-            self._overrides.append(Override(module, "lr_scheduler_step", step))
-        for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, WeightAveraging):
-                self._overrides.append(Override(callback, "should_update", should_update))
-
-    def remove(self) -> None:
-        """Restore what was overridden."""
-        while self._overrides:
-            self._overrides.pop().remove()
+    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
+        undo.callback(Override(module, "lr_scheduler_step", step).remove)
+    for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, WeightAveraging):
+            undo.callback(Override(callback, "should_update", should_update).remove)
+    return undo.close

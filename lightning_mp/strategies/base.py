@@ -1,11 +1,8 @@
-"""What the strategies share: the plan they need, who synchronizes batch norms, how they end, and what none can run."""
+"""What the strategies share: the plan they need, who synchronizes batch norms, and what none can run."""
 
 from __future__ import annotations
 
-import atexit
-import subprocess
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -14,7 +11,6 @@ from lightning_mp.compat.lightning import (
     LightningModule,
     Precision,
     Strategy,
-    SubprocessScriptLauncher,
     TorchSyncBatchNorm,
     TrainerFn,
     WeightAveraging,
@@ -30,9 +26,6 @@ from lightning_mp.plan.plan import MixedPrecisionPlan
 
 _Base = Strategy if TYPE_CHECKING else object
 _HOST_PLUGIN: Any = Strategy.precision_plugin
-
-#: seconds that ranks have to end by themselves, and to say why, once the one that started them has failed
-PATIENCE = 10.0
 
 
 def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
@@ -100,17 +93,6 @@ class RunsPlan(_Base):
         assert self.lightning_module is not None, "outside of a run"
         return self.lightning_module
 
-    def on_exception(self, exception: BaseException) -> None:
-        """As the host does; the children are waited for at exit, when this rank's own message has been printed.
-
-        Lightning watches in one direction only: rank 0 is ended when one of its children fails. The other way round
-        they would stay: on NCCL in a collective, until its timeout of half an hour.
-        """
-        launcher: Any = cast("Any", self).launcher
-        if isinstance(launcher, SubprocessScriptLauncher) and launcher.procs:
-            atexit.register(_end, launcher.procs)
-        super().on_exception(exception)
-
     def take_plan(self, plugin: Precision | None) -> None:
         # Not before: a Trainer refuses plugins= beside a strategy that has its own, be it the same.
         _HOST_PLUGIN.fset(self, self._plan_beside(plugin))
@@ -155,15 +137,6 @@ def _copied(value: Any) -> Any:
 
 def _written(plugin: Precision) -> str:
     return f"{type(plugin).__name__}({plugin.precision!r})"
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for process in processes:
-        process.kill()  # SIGTERM does not reach a process inside a collective; nothing happens to one that ended
-        process.wait()
 
 
 # ------------------------------------------------------------------ what cannot work on weights that are not whole

@@ -45,6 +45,7 @@ _THE_PLANS = "remove it: MixedPrecisionPlan(reduce_dtype=..., checkpointing='The
 _REFUSED = {
     **dict.fromkeys(("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy"), _THE_PLANS),
     **dict.fromkeys(("ignored_states", "ignored_modules", "ignored_parameters", "param_init_fn"), _INSTEAD),
+    "auto_wrap_policy": "write wrap=[TheBlock], with the same classes",
 }
 
 
@@ -54,7 +55,6 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
     Args:
         wrap: module classes, names of classes or patterns that become FSDP units; by default transformers'
             ``_no_split_modules``, else modules of 100M parameters.
-        auto_wrap_policy: the same decided by a set of classes or a policy of ``torch.distributed.fsdp.wrap``.
         **host: ``FSDPStrategy``'s other keywords, and ``FullyShardedDataParallel``'s. A checkpoint is one file.
 
     Raises:
@@ -65,21 +65,19 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
     plan_engine = ShardedEngine
     own_format = None
 
-    def __init__(self, *, wrap: Wrap = None, auto_wrap_policy: Any = None, **host: Any) -> None:
+    def __init__(self, *, wrap: Wrap = None, **host: Any) -> None:
         with Faults("strategy") as faults:
             for name, fix in _REFUSED.items():
                 if host.pop(name, None) is not None:
                     faults.add(f"{name}= with FSDP1", fix=fix)
             if not host.pop("use_orig_params", True):
                 faults.add("use_orig_params=False, where optimizers take the module's own parameters", fix="remove it")
-            if wrap is not None and auto_wrap_policy is not None:
-                faults.add(f"wrap={wrap!r} and auto_wrap_policy={auto_wrap_policy!r}", fix="remove one")
             if host.get("device_mesh") is not None or "HYBRID" in str(host.get("sharding_strategy")):
                 faults.add("replicas of FSDP1's shards", fix="use strategy='mp_hsdp'")
             if host.pop("state_dict_type", "full") != "full":
                 faults.add("state_dict_type='sharded' with FSDP1", fix=_INSTEAD)
-        super().__init__(auto_wrap_policy=auto_wrap_policy, **host)
-        self._policy, self._wrap = self.kwargs.pop("auto_wrap_policy", None), wrap
+        super().__init__(**host)
+        self._wrap = wrap
 
     # ------------------------------------------------------------------ the model
 
@@ -127,7 +125,7 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
                 faults.add(f"parameter {name!r} in {dtype} with FSDP1, whose units have one dtype", fix=_INSTEAD)
         cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults)
         chosen = set(map(id, cut.inner))
-        return self._policy or CustomPolicy(lambda submodule: id(submodule) in chosen)
+        return CustomPolicy(lambda submodule: id(submodule) in chosen)
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, make the optimizers on whole parameters, which wrapping keeps as objects, then wrap."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from conformance.families import FAMILIES, TEXT
 from lightning_mp.errors import PlanError
-from lightning_mp.modules.first_step import watched
+from lightning_mp.modules.first_step import FirstStep
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype
 from support.pinning import pin, resolve
 
@@ -43,7 +43,7 @@ def first_step(root: nn.Module, pins: dict[str, str], mode: str, x: Any = X) -> 
     compute = "fp16" if mode.startswith("16") else "bf16"
     half = AUTOCAST.get(mode, torch.bfloat16)
     around = torch.autocast("cpu", half, cache_enabled=False) if mode in AUTOCAST else default_dtype(half)
-    with around, watched(root, resolve(root, pins), compute):
+    with around, FirstStep(root, resolve(root, pins).members, compute, {}):
         return root(x if mode in AUTOCAST else cast_floating(x, half))
 
 

@@ -96,7 +96,7 @@ def test_the_weights_of_experts_are_listed_as_left_out() -> None:
         fp8.select(root, FP8(small="convert", skip="shared"), (), faults)
         (fault,) = faults.found
         faults.found.clear()
-    assert "experts.up (4, 32, 16): kind, a 3-D weight of experts" in str(fault)
+    assert "experts.up (4, 32, 16): kind" in str(fault)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_adapters_and_what_they_adapt_are_left() -> None:
 @pytest.mark.parametrize(
     ("model", "rule", "says", "fix"),
     [
-        (gpt2, FP8(small="convert"), "c_attn (16, 48): kind, a Conv1D", "use precision='bf16-mixed'"),
+        (gpt2, FP8(small="convert"), "c_attn (16, 48): kind", "use precision='bf16-mixed'"),
         (llama, FP8(), "2 x model.layers.*.self_attn.q_proj (16, 16): size", "FP8(small='convert')"),
         (nn.Identity, FP8(), "it has no Linear", "bf16-mixed"),
     ],

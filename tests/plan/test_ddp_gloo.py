@@ -23,7 +23,7 @@ from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
 from support.running import trainer as quiet_trainer
-from support.sharded import Ranked, ddp, rank, refused
+from support.sharded import ddp, rank
 
 pytestmark = pytest.mark.gloo
 
@@ -79,23 +79,6 @@ class Reduced:
 )
 def test_gradients_are_averaged_in_reduce_dtype(ranks: Ranks, reduced: Reduced, average: float) -> None:
     assert ranks.run(reduced) == [[average] * 4] * 2
-
-
-class Replaces(Ranked):
-    def on_train_epoch_start(self) -> None:
-        self.net[3] = nn.Linear(*self.net[3].weight.shape[::-1])
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """What is said where a pinned layer is replaced in the run."""
-
-    def run(self) -> str:
-        return refused(lambda: fit(Replaces(), plugins=[plan_for("bf16-mixed", pins={"net.3": "fp32"})], **ddp()))
-
-
-def test_a_pinned_module_is_not_replaced_where_ddp_sums_the_old_ones_gradients(ranks: Ranks) -> None:
-    assert all("'net.3', pinned to fp32 ('net.3'), was replaced in the run" in said for said in ranks.run(Replaced()))
 
 
 # ---------------------------------------------------------------------- plans and modules that differ

@@ -82,21 +82,6 @@ def test_all_faults_of_a_plan_are_reported_together() -> None:
     assert "'GPT2Block'" in str(error)
 
 
-@pytest.mark.parametrize("mode", ["16-mixed", "16-true"])
-def test_an_optimizer_that_turns_out_to_evaluate_its_closure_is_refused_by_name(mode: str) -> None:
-    """SAM and its kind take ``closure=None`` and call it all the same: only the call itself shows it."""
-
-    class Sharp(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            first = closure()
-            super().step()
-            closure()
-            return first
-
-    with pytest.raises(PlanError, match="which evaluates its closure again, with precision="):
-        fit(Regression(partial(Sharp, lr=1e-3)), plugins=[plan_for(mode)])
-
-
 class Recurrent(Regression):
     """The regression on what an LSTM makes of its rows."""
 

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.plugins import FSDPPrecision
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from lightning_mp import PlanError
 from lightning_mp.strategies.fsdp1 import PlanFSDP1Strategy
@@ -50,8 +49,7 @@ def _both(mode: str, module: Any = Even, options: Any = (), **strategy: Any) -> 
 SHARDINGS: dict[str, dict[str, Any]] = {
     "grad op": {"sharding_strategy": "SHARD_GRAD_OP"},
     "no shard": {"sharding_strategy": "NO_SHARD"},
-    "classes": {"wrap": None, "auto_wrap_policy": {nn.Linear}},
-    "size": {"wrap": None, "auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=100)},
+    "classes": {"wrap": [nn.Linear]},
     "root only": {"wrap": None},
     "cpu offload": {"cpu_offload": True},
 }
@@ -83,7 +81,7 @@ def test_options_optimizers_and_models_mean_what_they_mean_under_ddp(ranks: Rank
     [
         ({"mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}, "mixed_precision="),
         ({"activation_checkpointing_policy": {nn.Linear}}, "checkpointing='"),
-        ({"wrap": "Linear", "auto_wrap_policy": {nn.Linear}}, "wrap='Linear'"),
+        ({"auto_wrap_policy": {nn.Linear}}, "wrap=[TheBlock]"),
         ({"use_orig_params": False}, "use_orig_params=False"),
         ({"state_dict_type": "sharded"}, "state_dict_type='sharded'"),
         ({"ignored_states": []}, "ignored_states= with FSDP1. Use strategy='mp_fsdp2'"),

@@ -48,7 +48,6 @@ TRAINS: dict[str, tuple[Launch, str]] = {
 FAILS: dict[str, tuple[Launch, int]] = {
     "torchrun, zero2, a step": (_torchrun(strategy="deepspeed_zero2", fail="step"), 1),
     "torchrun, fsdp2, setup": (_torchrun(strategy="fsdp2", fail="setup"), 1),
-    "plain, ddp, rank 0": (_plain(strategy="ddp", fail="step", failing=0, busy=60), 0),
 }
 REFUSED: dict[str, Launch] = {
     "plain": _plain(strategy="fsdp2", fail="plan"),
