@@ -230,7 +230,7 @@ Pair = tuple[tuple[str, object], ...]
 
 
 def _pairs(cell: Key) -> set[Pair]:
-    """Every two of what a cell is made of, in each table; of optimizers the row and the column, of families each."""
+    """Every two of what a cell is made of, in each table, whichever the family; of optimizers the row and the column."""
     strategy, name = cell
     row = ROWS[name]
     if isinstance(row, CompiledRow):
@@ -238,7 +238,7 @@ def _pairs(cell: Key) -> set[Pair]:
     policy = {"mode": row.policy.mode, "pins": row.policy.pins, "checkpointing": row.policy.checkpointing}
     values: dict[str, object] = {"strategy": strategy, **policy}
     if isinstance(row, FamilyRow):
-        return {(("family", row.family),)} | {(("families", True), *pair) for pair in combinations(values.items(), 2)}
+        return {(("families", True), *pair) for pair in combinations(values.items(), 2)}
     if not row.declared:
         return {(("optimizer", name),), (("optimizers", True), ("strategy", strategy))}
     return set(combinations(values.items(), 2))
