@@ -230,7 +230,7 @@ Pair = tuple[tuple[str, object], ...]
 
 
 def _pairs(cell: Key) -> set[Pair]:
-    """Every two of what a cell is made of, in each table, whichever the family; of optimizers the row and the column."""
+    """Every two of what a cell is made of, in each table, whatever the family; of optimizers the row and the column."""
     strategy, name = cell
     row = ROWS[name]
     if isinstance(row, CompiledRow):

@@ -128,7 +128,13 @@ def check(host: str, chosen: Iterable[Row], cuda: Processes) -> None:
     assert [fault for row, one in zip(mine, found, strict=True) for fault in said(row, one)] == []
 
 
-@pytest.mark.parametrize("host", [OFTEN[0], *(pytest.param(host, marks=pytest.mark.slow) for host in OFTEN[1:])])
+def test_the_host_reads_a_flag_once_a_step(cuda: Processes) -> None:
+    features = "AdamW", "accumulation", "nonfinite='raise'", "TrainingHealth"
+    check("one device", [Row("one device", "16-mixed", "norm", feature) for feature in features], cuda)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", OFTEN)
 def test_the_host_waits_where_the_table_says(host: str, cuda: Processes) -> None:
     check(host, pairwise(row for row in rows() if row.host in OFTEN), cuda)
 

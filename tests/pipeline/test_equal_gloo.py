@@ -105,7 +105,6 @@ FITS = {
     "batch norms, epochs cut short": Fit(module=Norms, arguments=(("limit_train_batches", 2), ("max_epochs", 2))),
     "interleaved, bf16, two batches a step": Fit("bf16-mixed", "interleaved_1f1b", accumulate=2),
     "gpipe, fp16, one stage overflows alone": Fit("16-mixed", "gpipe", scale=64.0, bad=ALONE),
-    "two kinds of attention": Fit(module=Qwen3, steps=2),
 }
 SLOW = {
     "made on the meta device": Fit(
@@ -119,6 +118,7 @@ SLOW = {
     "batch norms, interleaved": Fit("bf16-mixed", "interleaved_1f1b", Norms, arguments=(("num_sanity_val_steps", 2),)),
     "validated within the epoch": Fit(accumulate=2, arguments=(("val_check_interval", 2), ("inference_mode", False))),
     "16-true": Fit("16-true", scale=64.0),
+    "two kinds of attention": Fit(module=Qwen3, steps=2),
 }
 
 
