@@ -23,8 +23,7 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
 
     Args:
         name: ``auto``, ``ddp``, ``fsdp2`` (or ``fsdp``), ``hsdp``, ``fsdp1``, ``pipeline``, ``deepspeed_zero1`` to
-            ``3`` and their ``_offload`` forms, with or without ``mp_`` in front; Lightning's words for them
-            (``deepspeed_stage_2``, ``ddp_find_unused_parameters_true``) are taken as well.
+            ``3`` and their ``_offload`` forms, with or without ``mp_`` in front.
         plan: what the strategy will carry out; contradictions with ``overrides`` are found at once.
         overrides: keywords of the strategy and of its host (Lightning's class, DDP, FSDP).
 

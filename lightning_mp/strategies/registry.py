@@ -67,17 +67,6 @@ STRATEGIES: dict[str, Entry] = {
     "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),
 }
 
-#: Lightning's own words for them, and what they fix besides
-LIGHTNINGS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "deepspeed": ("deepspeed_zero2", {}),
-    **{f"deepspeed_stage_{stage}": (f"deepspeed_zero{stage}", {}) for stage in (1, 2, 3)},
-    **{f"deepspeed_stage_{stage}_offload": (f"deepspeed_zero{stage}_offload", {}) for stage in (1, 2, 3)},
-    **{f"zero{stage}": (f"deepspeed_zero{stage}", {}) for stage in (1, 2, 3)},
-    "fsdp_cpu_offload": ("fsdp2_offload", {}),
-    "ddp_find_unused_parameters_true": ("ddp", {"find_unused_parameters": True}),
-    "ddp_find_unused_parameters_false": ("ddp", {"find_unused_parameters": False}),
-}
-
 #: keywords of the hosts that the plan or the Trainer answers, besides the plan's own
 _THE_PLANS = frozenset((
     *(item.name for item in fields(PrecisionPolicy)),
@@ -88,13 +77,12 @@ _THE_PLANS = frozenset((
 
 
 def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, Any]) -> Strategy:
-    """The strategy of that name, ``mp_`` in front of it or not, or by Lightning's word for it.
+    """The strategy of that name, ``mp_`` in front of it or not.
 
     Raises:
         PlanError: an unknown name or keyword, with near ones; whatever the strategy itself refuses.
     """
-    name, also = LIGHTNINGS.get(name.lower(), (name, {})) if isinstance(name, str) else (name, {})
-    overrides, plain = {**also, **overrides}, str(name).lower().removeprefix(PREFIX)
+    plain = str(name).lower().removeprefix(PREFIX)
     with Faults("make_strategy") as faults:
         if plain not in STRATEGIES:
             faults.unknown("strategy", name, STRATEGIES, "write one of these")

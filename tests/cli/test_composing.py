@@ -69,7 +69,6 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
     "a field of a word": (WORD % 16, "plan.tf32=high", {"plan": {"precision": 16, "tf32": "high"}}),
     "a preset in the file": (WORD % "a100", "", {"plan.precision": "bf16-mixed", "plan.tf32": "high"}),
     "a strategy by its name in a Trainer": (None, "strategy=mp_fsdp2", {"strategy": {"name": "mp_fsdp2"}}),
-    "a strategy by Lightning's word": (None, "strategy=zero2", {"strategy": {"name": "zero2"}}),
     "a strategy of the package's": (None, "strategy=ddp", {"strategy": {"name": "ddp"}}),
     "a key that is removed": (PLAIN, "~trainer.logger", {"trainer.logger": None, "trainer.devices": 1}),
     **{
