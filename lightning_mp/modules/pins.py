@@ -237,7 +237,7 @@ def in_pinned_forward() -> bool:
 
 def is_pinned(module: nn.Module) -> bool:
     """Whether the module runs in a pin's dtype."""
-    return "_lmp_pin" in vars(module) or wide_linear.is_wide(module)
+    return "_lmp_pin" in vars(module) or "_lmp_wide" in vars(module)
 
 
 class PinnedForward(Swapped):

@@ -68,8 +68,3 @@ def check(name: str, module: nn.Module, pattern: str, faults: Faults) -> None:
     if not plain or issubclass(cls, nn.modules.linear.NonDynamicallyQuantizableLinear) or uncastable(module):
         given = f"pin {pattern!r} with accumulate='fp32' on {name!r}, a {cls.__name__}"
         faults.add(given, allowed="a plain nn.Linear", fix="name Linear layers, or leave accumulate out")
-
-
-def is_wide(module: nn.Module) -> bool:
-    """Whether a pin has it multiply so."""
-    return "_lmp_wide" in vars(module)

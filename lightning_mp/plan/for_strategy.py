@@ -15,7 +15,6 @@ from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
-    ParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
     TorchSyncBatchNorm,
@@ -88,11 +87,6 @@ def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     if own is not None:
         return cast("type[StepEngine]", own)
     return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
-
-
-def is_distributed(strategy: Strategy | None) -> bool:
-    """Whether several processes take part."""
-    return isinstance(strategy, ParallelStrategy) and strategy.world_size > 1
 
 
 def describe(strategy: Strategy) -> str:

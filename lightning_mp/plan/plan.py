@@ -18,6 +18,7 @@ from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     FSDPPrecision,
     LightningModule,
+    ParallelStrategy,
     RunningStage,
     Trainer,
     TrainerFn,
@@ -181,7 +182,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             self.policy,
             device=run.device,
             scaler=run.loss_scaler,
-            distributed=for_strategy.is_distributed(strategy),
+            distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
             global_step=run.global_step,
         )
         engine.check(module, faults)
