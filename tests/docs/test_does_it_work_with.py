@@ -23,7 +23,7 @@ PAGE = "docs/how-to/does-it-work-with.md"
 RUN = {
     "torch.compile": "tests/conformance/test_compiled_gloo.py::test_a_compiled_run_is_the_eager_run",
     "FlashAttention, SDPA": "test_attention_runs_in_the_modes_dtype_and_in_fp32_under_a_pin",
-    "LoRA, QLoRA": "tests/plan/test_quantized.py",
+    "LoRA, QLoRA": "tests/plan/test_every_mode.py::quantized",
     "EMA, weight averaging": "tests/plan/test_schedulers.py::ema",
     "SWA": "tests/strategies/test_features_gloo.py::swa",
     "a GAN, two optimizers": "tests/support/features.py::two_optimizers_of_a_gan",
