@@ -56,7 +56,7 @@ test: $(DONE)/test ## run the tests (those that need a GPU skip themselves where
 test-slow: $(DONE)/test ## run the rest: launches, checkpoints across strategies, monitors on every distributed host
 	@$(PYTEST) -m 'slow and not whole' $(ARGS)
 
-test-whole: $(DONE)/test ## run every cell of the tables of which the others run a part (about two hours)
+test-whole: $(DONE)/test ## run what those leave to the night: every cell of the tables, and the longest runs (two hours)
 	@$(PYTEST) -m whole $(ARGS)
 
 test-oldest: $(OLDEST)/.done ## train, skip, save and resume under every strategy, on the oldest releases that pyproject.toml allows
