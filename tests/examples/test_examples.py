@@ -166,8 +166,8 @@ CLAIMS = {
 }
 
 
-#: of what takes longest, an encoder, a GAN and two processes, the rooms' own tests have smaller runs
-LONG = ("03", "06", "07", "10")
+#: of these the rooms' own tests have smaller runs, and the pages of the documentation
+LONG = ("03", "05", "06", "07", "08", "10")
 
 
 @pytest.mark.slow
