@@ -226,13 +226,23 @@ def set_mesh(module: LightningModule, mesh: Any) -> None:
 # ------------------------------------------------------------------ what a Trainer prints
 
 
-def tidy_output() -> Callable[[], None]:
-    """Leave out the model summary's warning that it cannot size a mixed precision; returns what undoes it."""
+def tidy_output(trainer: Any) -> Callable[[], None]:
+    """Leave out what says nothing under a plan; returns what undoes it.
+
+    The model summary warns that it cannot size a mixed precision (``ModelSummary.__init__``), and the rich bar of a run
+    without a limit of epochs counts them up to -2 (``RichProgressBar._get_train_description``).
+    """
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
-    added = warnings.filters[0]
+    added, bar = warnings.filters[0], trainer.progress_bar_callback
+    endless = hasattr(bar, "_get_train_description") and trainer.max_epochs == -1
+    if endless:
+        described = bar._get_train_description
+        bar._get_train_description = lambda epoch: described(epoch).replace("/-2", "")
 
     def undo() -> None:
         with suppress(ValueError):  # whoever set filters of its own has dropped it
             cast("list[Any]", warnings.filters).remove(added)
+        if endless:
+            del bar._get_train_description
 
     return undo

@@ -6,7 +6,7 @@ A shard is unscaled, checked and stepped as a whole parameter is; the norm and t
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -70,6 +70,12 @@ class ShardedEngine(StepEngine):
         """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
         grads.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
+
+    def first_step(self, method: str) -> AbstractContextManager[Any]:
+        """As in the base class; what takes the shape of a sharded weight is seen to in every step."""
+        around = super().first_step(method)
+        again = isinstance(around, nullcontext) and self._reads is not None and self._reads.needed
+        return self._reads if again and self._reads is not None else around
 
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:

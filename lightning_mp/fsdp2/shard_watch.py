@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.compat.torch import in_backward
 from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
 from lightning_mp.errors import PlanError
+from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.dtypes import tensors_in
+from lightning_mp.numerics.dtypes import map_tensors, tensors_in
 from lightning_mp.plan.alike import extremes
 from lightning_mp.plan.engine import StepEngine
 
@@ -64,7 +65,8 @@ def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> C
 class ShardReads(TorchFunctionMode):
     """Within it, what is computed from the piece of a weight, of which a gradient would be taken, is refused.
 
-    Torch would go on with the piece, or fail later without a name.
+    Torch would go on with the piece, or fail later without a name. Of what takes a weight's shape, dtype or device alone
+    (``weight.new_zeros(...)``) the result is a plain tensor, as under DDP.
 
     Args:
         names: of parameters, by ``id``.
@@ -74,10 +76,17 @@ class ShardReads(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str], away: Callable[[Tensor], bool] = lambda _piece: True) -> None:
         super().__init__()
         self._names, self._away = names, away
+        #: a step took such a result: every one does
+        self.needed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # of what is cast like a second tensor, the values of that one are not read
-        given = tensors_in(args[:1] if func in _CASTS_AS else [args, kwargs or {}])
+        first, others = (args[:1], args[1:]) if func in _CASTS_AS else ((), args)
+        if first or reads_no_value(getattr(func, "__name__", "")):
+            plain = map_tensors([others, kwargs], self._without_values)
+            self.needed |= plain[0] is not others
+            args, kwargs = (*first, *plain[0]), plain[1]
+        given = tensors_in([args, kwargs or {}])
         name = next((self._names[id(one)] for one in given if id(one) in self._names and self._away(one)), None)
         try:
             result = func(*args, **(kwargs or {}))
@@ -88,6 +97,11 @@ class ShardReads(TorchFunctionMode):
         if name is not None and isinstance(result, Tensor) and result.requires_grad and result is not given[0]:
             raise _refused(name)
         return result
+
+    def _without_values(self, one: Tensor) -> Tensor:
+        if id(one) not in self._names or not isinstance(one, DTensor):
+            return one
+        return one.detach().to_local().new_empty(()).expand(one.shape)
 
 
 def _refused(name: str) -> PlanError:

@@ -120,9 +120,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
 
         Raises:
-            PlanError: an unknown key or a bad value; every fault is named at once.
+            PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.
         """
-        return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
+        with load.named_lines(config):
+            return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     # A copy is a plan that has run nothing yet.
 
@@ -203,7 +204,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             from lightning_mp.preflight.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
-            run.cleanup.callback(tidy_output())
+            run.cleanup.callback(tidy_output(trainer))
             began(engine, module, trainer)
         run.begin(engine, module)
         restore_tf32 = for_strategy.switch_tf32(self.policy, device)

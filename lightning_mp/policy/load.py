@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -115,7 +116,27 @@ def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
     key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.problem)
     path = "" if key is None else key.group(2) or f"pins.{key.group(1)}"
     where = places.below(section, path) if path else places.of(section)
-    return replace(fault, problem=f"{section}: {fault.problem}{where}")
+    return replace(fault, problem=f"{section}: {fault.problem}{where}".removeprefix(": "))
+
+
+@contextmanager
+def named_lines(config: object) -> Generator[None]:
+    """Faults of a plan are named with their lines, where ``config`` is the path of a YAML file."""
+    from yaml import YAMLError
+
+    try:
+        yield
+    except PlanError as error:
+        if not isinstance(config, (str, PathLike)) or not Path(config).is_file():
+            raise
+        path, places = Path(config), Places()
+        with suppress(YAMLError, OSError, ValueError):  # which is the fault then
+            places.add(path)
+        placed = [plan_fault(fault, places, "") for fault in error.faults]
+        named = [
+            one if path.name in one.problem else replace(one, problem=f"{one.problem} ({path.name})") for one in placed
+        ]
+        raise PlanError(named, error.subject) from None
 
 
 def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:

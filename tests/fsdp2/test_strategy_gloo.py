@@ -19,6 +19,7 @@ from support.fsdp2_models import (
     OnMeta,
     Parts,
     Refused,
+    Shapes,
     UsersOwn,
 )
 from support.models import same_weights
@@ -33,6 +34,7 @@ CLIP = {"gradient_clip_val": 0.5}
 
 WAYS: dict[str, Both] = {
     "Direct": Both("16-mixed", Direct, PINS | CLIP),
+    "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
 }
 HALF = {"bf16-true": "bfloat16", "16-true": "float16"}

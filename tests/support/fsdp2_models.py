@@ -55,6 +55,17 @@ class Direct(Ranked):
         return (out.float() - y).pow(2).mean() + self.gain.pow(2).sum() + again.pow(2)
 
 
+class Shapes(Ranked):
+    """Takes the shape, dtype or device of another unit's weight, and no value, in training and validation."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        weight = next(self.net.parameters())
+        start = weight.new_zeros(len(x), weight.shape[1]).float() + weight.new_ones(1)
+        x = torch.where(x > 0, torch.cat([x, torch.zeros_like(weight)])[: len(x)] + x, start).to(weight)
+        return super().loss((x.type_as(weight), y))
+
+
 class Parts(Ranked):
     """Never calls the net itself: only what it holds, reads weights, and only some get gradients."""
 
