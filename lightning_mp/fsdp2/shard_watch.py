@@ -65,8 +65,8 @@ def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> C
 class ShardReads(TorchFunctionMode):
     """Within it, what is computed from the piece of a weight, of which a gradient would be taken, is refused.
 
-    Torch would go on with the piece, or fail later without a name. Of what takes a weight's shape, dtype or device alone
-    (``weight.new_zeros(...)``) the result is a plain tensor, as under DDP.
+    Torch would go on with the piece, or fail later without a name. What takes a weight's shape or dtype alone, as
+    ``weight.new_zeros(...)`` does, gives a plain tensor, as under DDP.
 
     Args:
         names: of parameters, by ``id``.
