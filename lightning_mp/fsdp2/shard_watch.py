@@ -101,7 +101,7 @@ class ShardReads(TorchFunctionMode):
     def _without_values(self, one: Tensor) -> Tensor:
         if id(one) not in self._names or not isinstance(one, DTensor):
             return one
-        return one.detach().to_local().new_empty(()).expand(one.shape)
+        return one.to_local().detach().new_empty(()).expand(one.shape)
 
 
 def _refused(name: str) -> PlanError:
