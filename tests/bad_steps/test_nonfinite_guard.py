@@ -189,10 +189,6 @@ def test_a_run_that_applied_no_step_ends_as_an_error(
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
 
 
-def test_stocks_scaler_may_still_look_for_its_scale_when_a_run_ends(guard: Any) -> None:
-    fit(Breaks("gradient", tuple(range(8))), callbacks=[guard()], max_steps=5, **stock_for("16-mixed"))
-
-
 # ---------------------------------------------------------------------- all kinds of runs
 
 
@@ -233,19 +229,6 @@ def test_a_gradient_that_a_hook_of_the_module_spoils_is_skipped_and_named(guard:
     assert (watched.skipped_steps, watched.applied_steps) == (1, 7)
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
     assert "on_before_optimizer_step" not in vars(module)
-
-
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning")
-@every_mode
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_batches_without_a_loss_after_a_bad_step_are_not_counted(guard: Any, mode: str, accumulate: int) -> None:
-    class Without(Breaks):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if batch_idx > 2 * accumulate else super().training_step(batch, batch_idx)
-
-    watched = guard(max_consecutive=1)
-    fit(Without("loss", (2 * accumulate,)), callbacks=[watched], accumulate_grad_batches=accumulate, **stock_for(mode))
-    assert (watched.skipped_steps, watched.applied_steps, len(watched.events)) == (1, 2, 1)
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None:UserWarning")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -18,7 +15,7 @@ from lightning_mp.bad_steps.replay import Replayer
 from lightning_mp.plan.diagnosis import Diagnosis
 from support.cells import sampled
 from support.nonfinite import BAD, STOCK, Breaks, Remembers
-from support.oracles import plan_for, stock_for
+from support.oracles import stock_for
 from support.running import fit
 
 
@@ -51,41 +48,6 @@ def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any
 
 
 # ---------------------------------------------------------------------- what is named
-
-
-class Decides(Breaks):
-    """Breaks where ``decide`` says so, whatever that rests on."""
-
-    def __init__(self, decide: Callable[[Any, int], bool]) -> None:
-        super().__init__("gradient", ())
-        self.decide, self.calls, self.broke = decide, 0, list[bool]()
-
-    def breaks_on(self, batch_idx: int) -> bool:
-        self.calls += 1
-        self.broke.append(self.decide(self, batch_idx))
-        return self.broke[-1]
-
-
-@pytest.mark.parametrize(
-    "decide",
-    [
-        lambda module, batch_idx: torch.rand(()).item() < 0.5,
-        lambda module, batch_idx: random.random() < 0.5,
-        lambda module, batch_idx: np.random.random() < 0.5,
-        lambda module, batch_idx: module.trainer.global_step in (2, 5),
-        lambda module, batch_idx: module.calls in (2, 5),
-    ],
-    ids=["torch's generator", "Python's", "numpy's", "global_step", "a counter of the module"],
-)
-@pytest.mark.parametrize("when", ["step", "end"])
-def test_what_a_step_rests_on_is_as_it_was(decide: Callable[[Any, int], bool], when: str) -> None:
-    """So that the replay breaks where the step did, and nowhere else."""
-    seed_everything(5, verbose=False)
-    module, asks = Decides(decide), Asks(*range(8), when=when)
-    fit(module, callbacks=[asks], plugins=[plan_for("32-true")])
-    assert len(module.broke) == 8
-    assert {True, False} == set(module.broke)
-    assert [diagnosis.note is None and diagnosis.origin is not None for diagnosis in asks.diagnoses] == module.broke
 
 
 def test_a_window_is_gone_after_its_step() -> None:

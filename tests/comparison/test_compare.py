@@ -121,17 +121,6 @@ def test_the_losses_are_those_of_a_plain_run_of_each_plan() -> None:
     assert found.differences[0].differences[1] == pytest.approx(losses[-1] - found.plans[0].runs[1].losses[-1])
 
 
-def test_what_a_process_makes_once_is_not_the_first_plans_memory() -> None:
-    kept: list[Tensor] = []
-
-    class Reads(Net):
-        def setup(self, stage: str) -> None:
-            kept.extend([] if kept else [torch.zeros(2**20)])
-
-    first, second = compared("32-true,32-true", Reads, seeds=1, steps=2).plans
-    assert first.peak_bytes == second.peak_bytes
-
-
 def test_what_is_measured() -> None:
     found = compared("32-true,bf16-true", steps=20, seeds=1)
     assert (found.verdict, found.interval) == ("undecided", None)
@@ -274,14 +263,6 @@ def test_names(tmp_path: Path) -> None:
     assert found["fp16"].precision == "16-mixed"
     assert found["a100"].tf32 == "high"
     assert found["narrow"].fp8 == FP8(recipe="tensorwise", small="convert")
-
-
-def test_a_mapping_has_its_own_names() -> None:
-    plan = MixedPrecisionPlan("fp8-mixed", fp8="tensorwise")
-    found = _read({"one": plan, "two": {"precision": "32-true"}, "three": plan.policy})
-    assert list(found) == ["one", "two", "three"]
-    assert found["one"] == found["three"] == plan.policy
-    assert list(_read([plan, {"precision": "32-true"}])) == ["fp8-mixed", "32-true"]
 
 
 @pytest.mark.parametrize(

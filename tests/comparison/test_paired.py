@@ -16,20 +16,9 @@ from lightning_mp.comparison.results import (
     RunResult,
     compare_losses,
     conclusion,
-    student_t,
     write,
 )
 from record.report.browser import Shown, chromium
-
-
-# as scipy has them
-@pytest.mark.parametrize(
-    ("freedom", "t"),
-    [(1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (7, 2.364624), (30, 2.042272)],
-)
-def test_students_t(freedom: int, t: float) -> None:
-    assert student_t(freedom) == pytest.approx(t, abs=5e-4)
-    assert student_t(100) == student_t(30)
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,7 @@ def told(notes: DeepSpeedNotes, key: str) -> bool:
 READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"precision": "32-true"}),
     ({"fp16.enabled": True}, {"precision": "16-mixed", "loss_scaling": DEEPSPEED}),
-    ({"fp16": {}}, {"precision": "32-true"}),
     ({"bf16.enabled": True}, {"precision": "bf16-mixed", "loss_scaling": None}),
-    ({"fp16.enabled": True, "bf16.enabled": "auto"}, {"precision": "16-mixed"}),
     ({"fp16.enabled": "auto", "bf16.enabled": True}, {"precision": "bf16-mixed"}),
     ({"fp16.enabled": "auto"}, {"precision": "auto", "loss_scaling": DEEPSPEED}),
     ({"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"}, {"precision": "bf16-mixed"}),
@@ -107,7 +105,6 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"precision": "16-mixed", "loss_scaling": LossScaling.torch()},
     ),
     ({"fp16.enabled": True, "fp16.loss_scale": 128}, {"loss_scaling": LossScaling.static(128)}),
-    ({"fp16.enabled": True, "fp16.loss_scale": "auto", "fp16.hysteresis": "auto"}, {"loss_scaling": DEEPSPEED}),
     (
         {
             "fp16.enabled": True,
@@ -122,7 +119,6 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"communication_data_type": "bf16"}, {"reduce_dtype": "bf16"}),
     ({"data_types.grad_accum_dtype": "fp32", "data_types.buffer_dtype": "bf16"}, {"buffer_dtype": "bf16"}),
     ({"bf16.enabled": True, "bf16.check_grad_overflow": False}, {"nonfinite": NonFinite(action="ignore")}),
-    ({"bf16.enabled": True, "data_types.param_dtype": "bfloat16"}, {"precision": "bf16-mixed"}),
 ]
 
 
@@ -143,16 +139,10 @@ REFUSED_JSON: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"fp16.enabled": "auto", "bf16.enabled": False}, ["fp16.enabled='auto' with bf16.enabled=False"]),
     ({"torch_autocast.enabled": "auto"}, ["torch_autocast.enabled='auto'"]),
-    ({"fp16.enabled": True, "fp16.inital_scale_power": 8}, ["unknown key fp16.inital_scale_power"]),
-    ({"fp61.enabled": True}, ["unknown key fp61"]),
-    ({"bfloat16.enabled": True}, ["unknown key bfloat16"]),
     ({"loss_scale": 128}, ["unknown key loss_scale"]),
-    ({"fp16": "auto"}, ["fp16='auto'"]),
     ({"fp16.enabled": True, "fp16.loss_scale": 10**400}, ["fp16: init_scale=1000"]),
     ({"fp16.enabled": True, "fp16.initial_scale_power": 200}, ["fp16: initial_scale_power=200"]),
     ({"fp16.fp16_master_weights_and_grads": True}, ["fp16.fp16_master_weights_and_grads=True"]),
-    ({"amp.enabled": True, "amp.opt_level": "O1"}, ["amp={"]),
-    ({"data_types.grad_accum_dtype": "bf16"}, ["data_types.grad_accum_dtype='bf16'"]),
     (
         {
             "amp": True,
@@ -183,16 +173,12 @@ def test_what_a_plan_cannot_carry_out_is_one_error(config: dict[str, Any], given
 #: a JSON, the key that stands in the notes as refused or left, and a word of the reason
 TOLD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"gradient_cliping": 1.0}, "refused", "gradient_cliping", "did you mean 'gradient_clipping'"),
-    ({"nebula.enabled": True}, "refused", "nebula", "removed it"),
     ({"gradient_clipping": 1.0}, "left", "gradient_clipping", "Trainer(gradient_clip_val=...)"),
     ({"train_batch_size": 32}, "left", "train_batch_size", "batch_size x"),
     ({"optimizer.type": "AdamW"}, "left", "optimizer", "configure_optimizers()"),
     ({"activation_checkpointing.partition_activations": True}, "left", "activation_checkpointing", "checkpointing="),
     ({"zero_optimization.stage": 3}, "left", "zero_optimization", "make_strategy('deepspeed_zero1' to"),
-    ({"steps_per_print": 10}, "left", "steps_per_print", "the engine's own"),
     ({"_comment": "as in the paper"}, "left", "_comment", "a comment"),
-    ({"comms_config.verbose": False}, "left", "comms_config", "nothing reads it"),
-    ({"amp.enabled": False}, "left", "amp", "off"),
 ]
 
 
@@ -330,12 +316,9 @@ def test_a_path_gets_the_same_as_json(tmp_path: Path, parse: Callable[..., Any])
 
 UNWRITABLE: list[tuple[MixedPrecisionPlan, list[str]]] = [
     (plan(loss_scaling=LossScaling(growth_factor=4.0)), ["loss_scaling.growth_factor=4.0"]),
-    (plan(loss_scaling=LossScaling(backoff_factor=0.25)), ["loss_scaling.backoff_factor=0.25"]),
     (plan(loss_scaling=LossScaling(init_scale=0.5, min_scale=0)), ["init_scale=0.5", "min_scale=0"]),
-    (plan(loss_scaling=LossScaling(max_scale=2.0**20)), ["loss_scaling.max_scale=1048576.0"]),
     (plan(loss_scaling=LossScaling(min_scale=1.5)), ["loss_scaling.min_scale=1.5"]),
     (plan("bf16-true"), ["precision='bf16-true'"]),
-    (plan("16-true", loss_scaling=LossScaling(growth_factor=3)), ["precision='16-true'", "growth_factor=3"]),
     (plan("auto"), ["precision='auto'"]),
     (plan("bf16-mixed", nonfinite="raise"), ["nonfinite='raise'"]),
 ]

@@ -76,12 +76,9 @@ AGREES: list[tuple[str, dict[str, Any]]] = [
     ("bf16-mixed", {"bf16.enabled": True, "bf16.bf16_master_weights_and_grads": False}),
     ("bf16-mixed", {"bf16.enabled": False, "fp16.enabled": False, "bf16.check_grad_overflow": False}),
     ("bf16-mixed", {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.bfloat16"}),
-    ("32-true", {"torch_autocast.enabled": False, "torch_autocast.dtype": "bfloat16"}),
     ("16-mixed", {"fp16": WHOLE_FP16 | {"auto_cast": True}}),
     ("16-true", {"fp16": WHOLE_FP16 | {"loss_scale_window": 1000.0, "min_loss_scale": 1.0}}),
-    ("32-true", {"fp16.enabled": False, "fp16.loss_scale": 0, "fp16.hysteresis": 4}),
     ("16-mixed", {"communication_data_type": "FP32", "data_types.grad_accum_dtype": "float32"}),
-    ("bf16-true", {"data_types.param_dtype": "bf16"}),
     ("32-true", {"amp.enabled": False, "sparse_gradients": False, "zero_optimization.cpu_offload": True}),
 ]
 
@@ -115,19 +112,14 @@ STATIC = {"loss_scaling": LossScaling.static(512.0)}
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("16-mixed", {"bf16.enabled": True}, "precision='16-mixed'", {}),
     ("bf16-mixed", {"fp16.enabled": True}, "precision='bf16-mixed'", {}),
-    ("16-mixed", {"fp16.enabled": False}, "precision='16-mixed'", {}),
     ("bf16-mixed", {"torch_autocast.enabled": True, "torch_autocast.dtype": None}, "precision='bf16-mixed'", {}),
-    ("bf16-true", {"torch_autocast.enabled": True, "torch_autocast.dtype": "bf16"}, "precision='bf16-true'", {}),
     ("16-mixed", {"fp16.initial_scale_power": 32}, "init_scale=65536.0", {}),
     ("16-mixed", {"fp16.initial_scale_power": 9}, "init_scale=3000.0", {"loss_scaling": LossScaling(init_scale=3e3)}),
     ("16-mixed", {"fp16.loss_scale": 128}, "loss_scaling=LossScaling(", {}),
-    ("16-mixed", {"fp16.loss_scale": 0}, "init_scale=512.0", STATIC),
     ("16-mixed", {"fp16.loss_scale_window": 500}, "loss_scaling.growth_interval=1000", {}),
     ("16-mixed", {"fp16.min_loss_scale": 1}, "min_scale=0.0", {"loss_scaling": LossScaling.torch()}),
     ("bf16-mixed", {"communication_data_type": "fp32"}, "reduce_dtype='bf16'", {"reduce_dtype": "bf16"}),
-    ("bf16-true", {"data_types.grad_accum_dtype": "bf16"}, "precision='bf16-true'", {}),
     ("bf16-mixed", {"data_types.param_dtype": "bf16"}, "precision='bf16-mixed'", {}),
-    ("bf16-mixed", {"data_types.buffer_dtype": "fp16"}, "buffer_dtype=None", {}),
     ("16-mixed", {"zero_optimization.stage": 3}, "stage=2", {"stage": 2}),
     (
         "16-mixed",
@@ -168,25 +160,19 @@ def test_a_plan_without_a_rule_of_its_own_takes_the_jsons(word: Any) -> None:
 #: what is refused whatever the precision, and a word of what to do
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"fp16.fp16_master_weights_and_grads": True}, "fp16.fp16_master_weights_and_grads=True", "remove"),
-    ({"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states=True", "remove"),
     ({"torch_autocast.lower_precision_safe_modules": [""]}, "lower_precision_safe_modules=['']", "remove"),
     ({"amp.opt_level": "O1"}, "amp={'opt_level': 'O1'}", "remove amp"),
-    ({"fp8.enabled": True}, "fp8={'enabled': True}", "remove fp8"),
     ({"sparse_gradients": True}, "sparse_gradients=True", "remove"),
     ({"fp16.inital_scale_power": 16}, "unknown key fp16.inital_scale_power", "did you mean 'initial_scale_power'?"),
     ({"bfloat16.enabled": True}, "unknown key bfloat16", "did you mean 'bf16'?"),
     ({"zero_optimisation": {}}, "unknown key zero_optimisation", "did you mean 'zero_optimization'?"),
-    ({7: 1}, "unknown key 7", "remove it"),
     ({"fp16": True}, "fp16=True", "correct it"),
     ({"zero_optimization": 3}, "zero_optimization=3", "correct it"),
-    ({"zero_optimization.stage": 2.5}, "zero_optimization.stage=2.5", "correct it"),
     ({"zero_optimization.offload_param": "cpu"}, "zero_optimization.offload_param='cpu'", "correct it"),
     ({"fp16.enabled": "true"}, "fp16.enabled='true'", "correct it"),
     *[({"fp16.loss_scale": value}, "fp16.loss_scale=", "correct it") for value in (-1, True, "0", math.nan)],
-    ({"fp16.loss_scale_window": 1.5}, "fp16.loss_scale_window=1.5", "correct it"),
     ({"torch_autocast.dtype": "fp64"}, "torch_autocast.dtype='fp64'", "correct it"),
     ({"communication_data_type": "float32"}, "communication_data_type='float32'", "correct it"),
-    ({"gradient_clipping": "1.0"}, "gradient_clipping='1.0'", "correct it"),
     ({"train_batch_size": 0}, "train_batch_size=0", "correct it"),
 ]
 

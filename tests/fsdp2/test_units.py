@@ -105,11 +105,6 @@ def test_what_means_no_unit_is_refused(wrap: Any, words: tuple[str, ...]) -> Non
     assert all(word in str(caught.value) for word in words)
 
 
-def test_large_modules_are_blocks_in_the_models_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "SIZE_OF_A_UNIT", 80)
-    assert cut(Model())[0] == ["layers.0", "layers.1"]
-
-
 def test_transformers_models_name_their_own() -> None:
     assert cut(hf.llama())[0] == ["model.layers.0", "model.layers.1"]
     bert = FAMILIES["bert"].model()  # it names its embeddings too, whose table is its head

@@ -96,17 +96,6 @@ def test_the_progress_bar_shows_scale_and_skips_in_short(bar: Any, capsys: Any) 
         assert f"scale={shown[-1]['scale']},skipped={shown[-1]['skipped']}" in "".join(capsys.readouterr().out.split())
 
 
-def test_skips_between_readings_are_counted() -> None:
-    monitor, _ = watched("stock", every=4)
-    assert [(row[metric_names.STEP], row[metric_names.SKIPPED_STEPS]) for row in monitor.rows] == [(0, 0), (4, 2)]
-    last, _ = watched("stock", every=3)
-    assert [(row[metric_names.SKIPPED_STEPS], row[metric_names.SKIPPED_IN_A_ROW]) for row in last.rows] == [
-        (0, 0),
-        (2, 2),
-        (3, 0),
-    ]
-
-
 def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
     for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
         optimizer.zero_grad()

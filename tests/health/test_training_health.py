@@ -239,21 +239,6 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
 # ---------------------------------------------------------------------- runs of every kind
 
 
-def test_validation_in_between_is_not_the_loops_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SteadyClock()
-    monkeypatch.setattr(throughput, "time", clock)
-
-    class Slow(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            clock.sleep(1.0)
-
-    data = batches()
-    mine = TrainingHealth(tmp_path / "run", report=False)
-    trainer(callbacks=[mine], val_check_interval=1, num_sanity_val_steps=0).fit(Slow(PLAIN), data, data)
-    rates = [row[metric_names.SAMPLES_PER_S] for row in mine.rows[1:]]
-    assert rates == pytest.approx([8 / clock.tick] * len(rates))
-
-
 # ---------------------------------------------------------------------- what it costs
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.modules.patterns import Swapped, swap_in, swap_out
 from support.models import Regression
-from support.ranks import in_a_process
 from support.running import fit
 
 T = TypeVar("T")
@@ -107,11 +106,6 @@ class ByType(Regression):
 
 def test_configure_optimizers_sees_the_classes_that_the_user_wrote() -> None:
     _sees_the_users_classes("auto")
-
-
-@pytest.mark.gloo
-def test_so_it_does_where_units_are_sharded() -> None:
-    in_a_process(_sees_the_users_classes, "mp_fsdp2")
 
 
 def _sees_the_users_classes(strategy: str) -> None:

@@ -110,39 +110,29 @@ def hooked() -> nn.Linear:
 #: forward → the parts it has; each is pinned as ``inner``
 HEALTHY: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
     "called": (lambda self, x: self.head(self.inner(x)), linear),
-    "called twice": (lambda self, x: self.head(self.inner(self.inner(x))), linear),
     "cast by the user": (
         lambda self, x: self.head(F.linear(x.bfloat16(), self.inner.weight.bfloat16()).to(x.dtype)),
         linear,
     ),
-    "its dtype": (lambda self, x: self.head(x.to(self.inner.weight.dtype).to(x.dtype)), linear),
     "added": (lambda self, x: self.head((x + self.inner.weight[0]).to(x.dtype)), linear),
     "a penalty on weights": (lambda self, x: self.head(x) + self.inner.weight.square().mean(), linear),
     "a penalty on gradients": (_penalty, linear),
     "its own hook": (lambda self, x: self.head(self.inner(x)), hooked),
-    "spectral_norm": (lambda self, x: self.head(self.inner(x)), lambda: nn.utils.spectral_norm(linear())),
     "spectral_norm, parametrized": (
         lambda self, x: self.head(self.inner(x)),
         lambda: nn.utils.parametrizations.spectral_norm(linear()),
     ),
-    "weight_norm": (
-        lambda self, x: self.head(self.inner(x)),
-        lambda: nn.utils.parametrizations.weight_norm(linear()),
-    ),
     "prototypes": (lambda self, x: self.head(x @ self.inner().to(x.dtype).t() * x), Prototypes),
-    "tokens": (lambda self, x: self.head(self.inner(x).to(x.dtype)), Tokens),
     "a table of queries": (
         lambda self, x: self.head(self.inner.weight.expand(len(x), -1).to(x.dtype)),
         lambda: nn.Embedding(1, WIDTH),
     ),
     "attention": (lambda self, x: self.head(self.inner(x, x, x)[0]), lambda: nn.MultiheadAttention(WIDTH, 2)),
     "LSTM": (lambda self, x: self.head(self.inner(x)[0]), lambda: nn.LSTM(WIDTH, WIDTH)),
-    "Sequential": (lambda self, x: self.head(self.inner(x)), lambda: nn.Sequential(linear(), nn.LayerNorm(WIDTH))),
     "its layers": (
         lambda self, x: self.head(self.inner[1](self.inner[0](x))),
         lambda: nn.Sequential(linear(), linear()),
     ),
-    "norm": (lambda self, x: self.head(self.inner(x)), lambda: nn.BatchNorm1d(WIDTH)),
 }
 
 
@@ -163,16 +153,8 @@ PAST_ITS_PIN: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
     ),
     "a list": (lambda self, x: x @ self.inner[0], lambda: nn.ParameterList([torch.eye(WIDTH)])),
     "called as well": (lambda self, x: F.linear(self.inner(x), self.inner.weight), linear),
-    "transposed": (lambda self, x: x @ self.inner.weight.t(), linear),
-    "a row": (lambda self, x: x[:, :1] @ self.inner.weight[1:2], linear),
-    "a clone": (lambda self, x: x @ self.inner.weight.clone(), linear),
     "on the left": (lambda self, x: torch.mm(self.inner.weight, x.t()), linear),
-    "linalg": (lambda self, x: torch.linalg.matmul(x, self.inner.weight), linear),
     "einsum": (lambda self, x: torch.einsum("bi,oi->bo", x, self.inner.weight), linear),
-    "batched": (
-        lambda self, x: torch.baddbmm(x[:, None], x[:, None], self.inner.weight.expand(len(x), -1, -1)),
-        linear,
-    ),
     "WavLM": (_attention, linear),
 }
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import os
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_mp.numerics.dtypes import describe, set_tf32, tf32_refusal
+from lightning_mp.numerics.peak_memory import PeakMemory
+from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.policy import hardware
 from support.tf32 import BACKENDS, SWITCHES, readings
 
@@ -110,3 +116,72 @@ def _refusal(before: str) -> tuple[str, str] | None:
 @pytest.mark.parametrize("before", BEFORE | UNSETTABLE)
 def test_what_the_newer_switches_say_alone_is_refused(before: str, pristine: Callable[..., Any]) -> None:
     assert (pristine(_refusal, before) is not None) is (before in UNSETTABLE)
+
+
+# ---------------------------------------------------------------------- peak memory
+
+MIB = 2**20
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_the_most_that_was_held_at_once_exactly(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    kept = torch.ones(32 * MIB // 4, device=device)
+
+    with PeakMemory(device) as peak:
+        for size in (16, 64, 8):
+            block = torch.empty(size * MIB, dtype=torch.uint8, device=device)
+            del block
+        both = [torch.empty(20 * MIB, dtype=torch.uint8, device=device) for _ in range(2)]
+        both.clear()
+    assert peak.bytes == 64 * MIB
+    assert kept.numel() == 8 * MIB
+
+
+def test_an_error_goes_through_and_leaves_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    with pytest.raises(ValueError, match="no"), PeakMemory():
+        raise ValueError("no")
+    assert "KINETO_LOG_LEVEL" not in os.environ
+    with PeakMemory() as peak:
+        torch.empty(MIB, dtype=torch.uint8).sum()
+    assert peak.bytes >= MIB
+
+
+# ---------------------------------------------------------------------- random numbers
+
+CPU = torch.device("cpu")
+
+
+def _draw() -> list[float]:
+    return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.random(), np.random.normal()]
+
+
+@pytest.mark.parametrize("drawn", range(4))
+def test_the_same_numbers_come_again(drawn: int) -> None:
+    """Wherever the generators stand: a normal number is drawn in pairs, of which one is kept."""
+    for _ in range(drawn):
+        random.gauss(0, 1)
+        np.random.normal()
+    state = rng_state(CPU)
+    first = [_draw() for _ in range(3)]
+    set_rng_state(state, CPU)
+    assert [_draw() for _ in range(3)] == first
+
+
+def test_it_survives_a_file_that_holds_plain_values_only() -> None:
+    state, file = rng_state(CPU), io.BytesIO()
+    first = _draw()
+    torch.save(state, file)
+    file.seek(0)
+    set_rng_state(torch.load(file, weights_only=True), CPU)
+    assert _draw() == first
+
+
+def test_a_state_from_cuda_is_put_back_on_the_cpu_as_far_as_it_goes() -> None:
+    state = {**rng_state(CPU), "cuda": torch.zeros(16, dtype=torch.uint8)}
+    first = _draw()
+    set_rng_state(state, CPU)
+    assert _draw() == first

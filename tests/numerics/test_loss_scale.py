@@ -67,16 +67,6 @@ TABLE: list[tuple[str, LossScaling, str, list[float]]] = [
         [8, 8, 16, 16, 32, 16, 16, 16, 32, 32, 64],
     ),
     ("a static scale stays", LossScaling.static(128), "!.!!.", [128] * 5),
-    ("torch() has no floor", LossScaling.torch(init_scale=1), "!!", [0.5, 0.25]),
-    (
-        "torch() leaves a growth past fp32 out",
-        LossScaling.torch(2.0**127, growth_interval=1),
-        "..!.",
-        [2.0**127] * 2 + [2.0**126, 2.0**127],
-    ),
-    ("deepspeed() starts at 65536, waits twice", LossScaling.deepspeed(), "!!", [65536, 32768]),
-    ("deepspeed() with a loss_scale is static", LossScaling.deepspeed(loss_scale=64), "!!.", [64, 64, 64]),
-    ("megatron() starts at 2**32, waits twice", LossScaling.megatron(), "!!", [2.0**32, 2.0**31]),
     (
         "a growth past fp32's end ends at the ceiling",
         LossScaling(init_scale=LARGEST, growth_interval=1, max_scale=THREE_QUARTERS),

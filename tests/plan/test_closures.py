@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn, optim
 from torch.optim import LBFGS, SGD
+from transformers.optimization import Adafactor as TransformersAdafactor
 
+from conformance.optimizers import Lamb, Lion, Sam
 from lightning_mp import MixedPrecisionPlan
+from lightning_mp.errors import Faults
+from lightning_mp.plan.optimizer_facts import (
+    check_shards,
+    evaluates_again,
+    warn_of_eps,
+)
 from support.manual import Manual
 from support.models import Regression, same_weights, weights
+from support.optimizers import Around, Delegating
 from support.running import fit
 
 
@@ -71,3 +82,113 @@ def test_by_hand_too(name: str) -> None:
         fit(module, **host)
     assert runs[0].losses == runs[1].losses
     assert same_weights(*map(weights, runs))
+
+
+# ---------------------------------------------------------------------- what is known of optimizers
+
+
+class Mine(optim.AdamW):
+    """A user's own, which changes what no step depends on."""
+
+
+class Stepped(optim.SGD):
+    """A step of the user's own."""
+
+    copies = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+    def __copy__(self) -> Any:
+        raise AssertionError("an optimizer may own what a copy would destroy, as DeepSpeedCPUAdam does")
+
+    __deepcopy__ = __reduce__ = __reduce_ex__ = __copy__  # type: ignore[assignment]
+
+
+class Prodigy(optim.SGD):
+    """By its name, one whose rate is estimated over all parameters."""
+
+
+MAKE: dict[str, Any] = {
+    "AdamW": partial(optim.AdamW, fused=True),
+    "Mine": Mine,
+    "Lion": partial(Lion, lr=1e-3),
+    "Adafactor": optim.Adafactor,
+    "transformers": partial(TransformersAdafactor, lr=None),
+    "LAMB": partial(Lamb, lr=1e-2),
+    "LAMB in a wrapper": lambda parameters: Around(Lamb(parameters, lr=1e-2)),
+    "AdamW in a wrapper": lambda parameters: Around(optim.AdamW(parameters)),
+    "no Optimizer": lambda parameters: Delegating(optim.AdamW(parameters)),
+    "Muon": partial(optim.Muon, lr=1e-2),
+    "8 bits": lambda parameters: pytest.importorskip("torchao.optim").AdamW8bit(parameters),
+    "SAM": lambda parameters: Sam(optim.AdamW(parameters)),
+    "Prodigy": Prodigy,
+    "unknown": partial(Stepped, lr=0.1),
+}
+#: what is not refused is missing here
+ANSWERS: dict[str, dict[Any, str]] = {
+    "flat pieces": {
+        **dict.fromkeys(["Adafactor", "transformers", "LAMB", "LAMB in a wrapper", "Muon", "SAM"], "needs whole"),
+        **dict.fromkeys(["Prodigy", "8 bits"], "needs whole"),
+    },
+    "a stage": {
+        **dict.fromkeys(["LAMB", "LAMB in a wrapper", "SAM", "Prodigy"], "needs whole"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("shards", ANSWERS)
+def test_who_may_not_be_given_shards_is_known_by_name(shards: Any, name: str) -> None:
+    faults, wanted = Faults(), ANSWERS[shards].get(name, "")
+    check_shards(MAKE[name]([nn.Parameter(torch.ones(4, 4))]), shards, "here", faults)
+    said = "".join(map(str, faults.found))
+    assert wanted in said
+    assert bool(wanted) == bool(said)
+
+
+class _Whole(optim.SGD):
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("build", "again"),
+    [
+        (partial(optim.LBFGS, lr=0.1), True),
+        (partial(_Whole, lr=0.1), True),
+        (lambda parameters: Sam(optim.AdamW(parameters)), True),
+        (partial(Stepped, lr=0.1), False),
+        (partial(optim.AdamW, lr=0.1), False),
+    ],
+)
+def test_which_optimizers_evaluate_their_closure_again(build: Any, again: bool) -> None:
+    optimizer = build([nn.Parameter(torch.ones(2))])
+    assert evaluates_again(optimizer) == again
+    if isinstance(optimizer, optim.Optimizer):
+        optim.lr_scheduler.ConstantLR(optimizer)  # it wraps ``step`` on the instance
+        assert evaluates_again(optimizer) == again
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "eps", "warned"),
+    [
+        (torch.optim.AdamW, torch.float16, 1e-8, True),
+        (torch.optim.Adagrad, torch.float16, 1e-10, True),
+        (torch.optim.AdamW, torch.float16, 1e-4, False),
+        (partial(torch.optim.AdamW, fused=True), torch.float16, 1e-8, False),
+        (torch.optim.AdamW, torch.bfloat16, 1e-8, False),
+        (torch.optim.AdamW, torch.float32, 1e-8, False),
+    ],
+)
+def test_an_eps_that_fp16_state_rounds_to_zero(optimizer: Any, dtype: Any, eps: float, warned: bool) -> None:
+    """What the warning says is what the step does: NaN wherever the gradient's square underflows."""
+    parameter = nn.Parameter(torch.ones(8, dtype=dtype))
+    built = optimizer([parameter], lr=1e-2, eps=eps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_eps(built)
+    assert bool(caught) is warned
+    parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    assert bool(parameter.isnan().any()) is warned

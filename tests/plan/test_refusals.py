@@ -173,11 +173,6 @@ def test_a_run_that_applied_no_step_ends_as_an_error(mode: str, steps: int, said
     fit(Regression(), plugins=[plan])
 
 
-def test_fp16_may_still_look_for_its_scale_when_a_run_ends() -> None:
-    with pytest.warns(UserWarning, match="applied 0 of its 5 optimizer steps"):
-        fit(Regression(overflow_at=tuple(range(5))), plugins=[plan_for("16-mixed")], max_steps=5)
-
-
 class TestWhereAPlanDoesNotBelong:
     def test_among_the_callbacks(self) -> None:
         with pytest.raises(PlanError, match="Write Trainer"):
@@ -201,10 +196,6 @@ class TestWhereAPlanDoesNotBelong:
 
 
 class OwnFSDP(FSDPStrategy):
-    """A user's subclass."""
-
-
-class OwnDDP(DDPStrategy):
     """A user's subclass."""
 
 

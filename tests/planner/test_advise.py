@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import planner_pages
 from lightning_mp import PlanError
 from lightning_mp.cli import app
 from lightning_mp.planner import Advice, ModelShape, advise, estimate, flops_per_token
@@ -19,6 +20,7 @@ from lightning_mp.planner.memory import HELD, STRATEGIES, held
 from lightning_mp.planner.shape import _USUAL, PRECISIONS
 from lightning_mp.policy.hardware import GPUS
 from lightning_mp.strategies.registry import STRATEGIES as REGISTERED
+from support.docs import text
 
 SEVEN = ModelShape.of_size(7e9, seq_len=4096)
 
@@ -82,15 +84,6 @@ def test_offload_is_considered_where_it_is_asked_for() -> None:
     assert not advise(shape, gpu="rtx3090-24", gpus=2).choices
     best = advise(shape, gpu="rtx3090-24", gpus=2, offload=True).choices[0]
     assert best.strategy == "fsdp2_offload"
-
-
-def test_tensor_parallelism_follows_the_links() -> None:
-    whole, pairs = (advise(SEVEN, gpu="a100-80", gpus=8, nvlink=word) for word in ("full", "pairs"))
-    assert max(each.tensor for each in whole.choices) == 8
-    assert max(each.tensor for each in pairs.choices) == 2
-    slow = advise(SEVEN, gpu="a100-80", gpus=8, nvlink="none")
-    by_tensor = {each.tensor: each.tokens_per_s.mid for each in slow.choices if each.pipeline == 1}
-    assert by_tensor[8] < by_tensor[1] / 3
 
 
 def test_a_global_batch_is_kept_exactly() -> None:
@@ -167,18 +160,6 @@ def test_bytes_a_parameter(precision: str) -> None:
     assert sum(held(precision, "fsdp2_offload", 8)) == 0
 
 
-def test_days_and_cost_are_for_chinchillas_budget() -> None:
-    found = estimate(SEVEN, gpu="h100-80", gpus=8)
-    low, mid, high = found.days()
-    assert mid == pytest.approx(20 * SEVEN.params / found.tokens_per_s.mid / 8 / 86400)
-    assert low < mid < high
-    assert found.cost(2.0)[1] == pytest.approx(mid * 24 * 8 * 2.0)
-    assert found.days(1e9)[1] == pytest.approx(mid * 1e9 / SEVEN.tokens)
-    for price in (-1.0, math.nan, math.inf):
-        with pytest.raises(PlanError, match="price="):
-            found.cost(price)
-
-
 # ---------------------------------------------------------------------- the command and the file
 
 
@@ -217,9 +198,9 @@ def test_the_command_prints_json_and_what_is_wrong(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["advise"]).exit_code == 2
     assert "params=0" in CliRunner().invoke(app, ["advise", "--params", "0"]).output
     assert "price=-1" in CliRunner().invoke(app, ["advise", "--params", "7e9", "--price", "-1"]).output
-    for name, text in {"half": "{", "absent": None}.items():
-        if text is not None:
-            (tmp_path / name).write_text(text)
+    for name, content in {"half": "{", "absent": None}.items():
+        if content is not None:
+            (tmp_path / name).write_text(content)
         assert f"--config {tmp_path / name}: " in CliRunner().invoke(
             app, ["advise", "--config", str(tmp_path / name)]
         ).output.replace("\n", "")
@@ -368,3 +349,11 @@ def test_a_mixture_takes_the_memory_of_all_and_the_time_of_the_active() -> None:
 def test_a_config_of_another_kind_is_refused(given: Any, text: str) -> None:
     with pytest.raises(PlanError, match=text):
         ModelShape.from_config(given)
+
+
+# ---------------------------------------------------------------------- the guide
+
+
+def test_the_guides_tables_are_those_of_the_code() -> None:
+    page = text("docs/PARALLELISM_GUIDE.md")
+    assert page == planner_pages.guide(page), "run: python -m benchmarks.planner_pages"

@@ -116,12 +116,6 @@ def test_the_weights_that_are_kept_before_an_optimizers_first_step_are_counted()
     assert not found.notes
 
 
-def test_an_optimizer_that_goes_on_until_numbers_say_so_is_named() -> None:
-    module = _Optimized(torch.nn.Linear(16, 16), "LBFGS")
-    found = predict_memory(module, (torch.ones(8, 16), torch.zeros(8, dtype=torch.int64)), MixedPrecisionPlan())
-    assert "LBFGS" in "".join(found.notes)
-
-
 def test_what_cannot_be_traced_is_named() -> None:
     module = _Reads(lambda loss, _: loss * len(loss.new_ones(3).nonzero()))
     with pytest.warns(UserWarning, match=r"by a formula: .*aten.nonzero"):
@@ -151,17 +145,3 @@ def test_under_zero_and_in_a_pipeline_the_formula_answers_and_its_parts_add_up(n
     if name == "pipeline":
         whole = 4 * sum(parameter.numel() for parameter in module.parameters())
         assert found.held["parameters"] == pytest.approx(whole / 4, abs=1)
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        lambda loss, batch: loss if loss.item() == loss.item() else None,
-        lambda loss, batch: loss * len(batch[2].nonzero()),
-        lambda loss, batch: loss[None][batch[2][:1] > 0].sum(),
-    ],
-    ids=["a read", "sizes from the batch", "a mask"],
-)
-def test_what_the_batch_says_is_known(what: Any) -> None:
-    batch = (*BATCH, torch.tensor([1, 0, 2]))
-    assert predict_memory(_Reads(what), batch, MixedPrecisionPlan()).method == "traced"

@@ -7,11 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, PrecisionPolicy
 from lightning_mp.policy import PRECISIONS
-from lightning_mp.policy.presets import PRESETS, preset
 
 MODES = ", ".join(PRECISIONS)
 STORED = "fp32, bf16, fp16"
@@ -22,7 +20,6 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"precision": "half-mixd"}, "precision='half-mixd'", MODES, "did you mean '16-mixed'?"),
     ({"precision": "64-true"}, "precision='64-true'", MODES, "double precision is not offered"),
     ({"precision": "A100"}, "precision='A100'", MODES, "MixedPrecisionPlan.preset('a100')"),
-    ({"precision": 16.5}, "precision=16.5", MODES, "did you mean '16-mixed', '16-true'?"),
     ({"precision": None}, "precision=None", MODES, "write one of these"),
     *[
         (
@@ -33,14 +30,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         )
         for mode in ("bf16-mixed", "32-true", "bf16-true")
     ],
-    (
-        {"precision": "16-mixed", "loss_scaling": "dynamic"},
-        "loss_scaling='dynamic'",
-        "LossScaling(...)",
-        "write LossScaling(...)",
-    ),
     ({"precision": "16", "loss_scaling": 128}, "loss_scaling=128", "LossScaling(...)", "write LossScaling(...)"),
-    ({"nonfinite": 5}, "nonfinite=5", "NonFinite(...)", "write NonFinite(...)"),
     ({"precision": "16-mixed", "loss_scaling": {"init_scale": 0}}, "init_scale=0", "a finite number > 0", "65536"),
     (
         {"precision": "16-mixed", "loss_scaling": {"intial_scale": 8}},
@@ -49,9 +39,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "'init_scale'",
     ),
     ({"pins": "*norm*"}, "pins='*norm*'", "a mapping of pattern to dtype", "pins={'*norm*': 'fp32'}"),
-    ({"pins": ["*norm*"]}, "pins=['*norm*']", "Pin(...) or a mapping", "write Pin(...)"),
     ({"pins": {"*norm*": "fp64"}}, "pin '*norm*': dtype='fp64'", STORED, ""),
-    ({"pins": {"*norm*": "tf32"}}, "pin '*norm*': dtype='tf32'", STORED, "tf32 is no storage format"),
     ({"pins": {"": "fp32"}}, "pattern=''", "a non-empty fnmatch pattern", "'*norm*'"),
     (
         {"pins": [{"pattern": "a", "dtyp": "fp32", "dtype": "fp32"}]},
@@ -69,7 +57,6 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "leave output out",
     ),
     ({"tf32": "on"}, "tf32='on'", "None, True, False, 'highest', 'high', 'medium'", "write 'high'"),
-    ({"checkpointing": True}, "checkpointing=True", "Checkpointing(...)", "Checkpointing"),
     ({"checkpointing": {}}, "checkpointing={}", "the fields of Checkpointing", "add 'modules'"),
     ({"checkpointing": {"modules": ""}}, "modules=''", "a pattern, a module class, or several", "'*.h.*'"),
     ({"checkpointing": {"modules": "a", "mode": "some"}}, "mode='some'", "'full', 'selective'", ""),
@@ -80,18 +67,9 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
         "",
         "selective",
     ),
-    ({"checkpointing": {"modules": "a", "mode": "selective", "save_ops": 3}}, "save_ops=3", "aten operators", ""),
-    ({"checkpointing": {"modules": "a", "preserve_rng": "no"}}, "preserve_rng='no'", "True, False", ""),
-    (
-        {"checkpointing": {"modules": "a", "evry": 2}},
-        "unknown key checkpointing.evry",
-        "modules, mode, every",
-        "'every'",
-    ),
     ({"nonfinite": "stop"}, "nonfinite='stop'", "'skip', 'raise', 'ignore'", "'skip'"),
     ({"nonfinite": {"max_consecutive": -1}}, "max_consecutive=-1", "a whole number >= 0", "100"),
     ({"reduce_dtype": "fp8"}, "reduce_dtype='fp8'", STORED, "fp8 is no storage format"),
-    ({"buffer_dtype": torch.int64}, "buffer_dtype=torch.int64", STORED, ""),
 ]
 
 
@@ -165,17 +143,6 @@ def test_every_fault_of_every_field_is_told_at_once() -> None:
         ]
     )
     assert str(error.value).startswith("MixedPrecisionPlan: 15 errors.")
-
-
-@pytest.mark.parametrize(
-    ("name", "fix"), [("a1000", "did you mean 'a100'"), ("", "choose one of these"), ("zzz", "choose one of these")]
-)
-def test_an_unknown_preset_is_refused_with_the_list(name: str, fix: str) -> None:
-    with pytest.raises(PlanError) as error:
-        preset(name)
-    (fault,) = error.value.faults
-    assert fault.allowed == ", ".join(PRESETS)
-    assert fault.fix.startswith(fix)
 
 
 # ---------------------------------------------------------------------- loss scaling

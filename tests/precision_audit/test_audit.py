@@ -11,7 +11,6 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_mp import PlanError
-from lightning_mp.callbacks import DtypePinning
 from lightning_mp.precision_audit.audit import audit
 from lightning_mp.precision_audit.callback import PrecisionAudit
 from lightning_mp.precision_audit.judge import Difference
@@ -92,15 +91,6 @@ def test_what_a_callback_saw_is_told_along(tmp_path: Any) -> None:
     runner.lightning_module.net[0].half()
     (wrong,) = (row for row in audit(runner).rows if not row.ok)
     assert (wrong.module, wrong.param, wrong.compute) == ("net.0", "fp16", "bf16")
-
-
-def test_pins_given_back_since_are_no_difference(tmp_path: Any) -> None:
-    pinning, callback = DtypePinning({"net.0": "bf16"}), PrecisionAudit(on_mismatch="raise", run_dir=tmp_path)
-    runner = fit(Regression(), precision="bf16-mixed", callbacks=[pinning, callback])
-    assert (callback.rows[0].param, callback.rows[0].optimizer_state) == ("bf16", "bf16")
-    later = audit(runner)
-    assert later.ok, later
-    assert (later.rows[0].param, later.rows[0].compute) == ("fp32", None)
 
 
 def test_a_trainer_without_a_module_is_refused() -> None:

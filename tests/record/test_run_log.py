@@ -87,16 +87,6 @@ def test_every_run_has_a_folder_of_its_own(in_folder: Path, logger: Callable[[],
     assert sorted(map(_losses, _folders(in_folder))) == [[0, 1], [0, 1, 2]]
 
 
-def test_a_concurrent_run_gets_another_folder(tmp_path: Path) -> None:
-    first = Trainer(default_root_dir=tmp_path, logger=False, enable_checkpointing=False)
-    folder = open_folder(first, None, "A")
-    assert folder is not None
-    fit(Regression(), callbacks=[Writes(), TrainingHealth()], max_steps=2, default_root_dir=tmp_path)
-    folder.close("A")
-    assert _folders(tmp_path) == [tmp_path / "lightning_mp_run_2"]
-    assert (folder.path / "run.json").is_file()
-
-
 def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
     in_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,8 +21,6 @@ from lightning.pytorch.strategies import (
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy, trainer_kwargs
 from lightning_mp.strategies.registry import STRATEGIES
-from support.models import Regression
-from support.running import fit, trainer
 
 HOSTS: dict[str, Any] = {
     "auto": DDPStrategy,
@@ -86,23 +84,6 @@ def test_unknown_keywords_are_all_refused_at_once_with_near_names(name: str) -> 
     assert "'process_group_backnd'" in _given(caught.value)
     assert "'timeout'" in caught.value.faults[0].fix
     assert "'process_group_backend'" in caught.value.faults[1].fix
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "instead"),
-    [
-        ("fsdp2", "mp_policy", "MixedPrecisionPlan"),
-        ("ddp", "precision_plugin", "MixedPrecisionPlan"),
-        ("ddp", "pins", "MixedPrecisionPlan"),
-        ("deepspeed_zero2", "initial_scale_power", "MixedPrecisionPlan"),
-        ("deepspeed_zero2", "stage", "whose name says so"),
-    ],
-)
-def test_what_the_plan_or_the_name_says_is_no_keyword(name: str, key: str, instead: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        make_strategy(name, _plan(), **{key: 3})
-    assert f"{key}=" in _given(caught.value)
-    assert instead in caught.value.faults[0].fix
 
 
 def test_the_plan_must_be_one() -> None:
@@ -196,13 +177,6 @@ class TestTheStrategyBringsItsPlan:
 
 def _arguments(plan: MixedPrecisionPlan, strategy: Strategy) -> dict[str, Any]:
     return {key: value for key, value in trainer_kwargs(plan, strategy=strategy).items() if key != "devices"}
-
-
-def test_a_plan_that_is_auto_is_the_same_after_it_was_decided() -> None:
-    plan, other = MixedPrecisionPlan("auto"), MixedPrecisionPlan("auto")
-    fit(Regression(), max_steps=1, strategy=make_strategy("ddp", plan))
-    assert plan.policy.precision != "auto"
-    assert trainer(max_steps=1, strategy=make_strategy("ddp", plan), plugins=[other]).precision_plugin is other
 
 
 # ---------------------------------------------------------------------- the registry

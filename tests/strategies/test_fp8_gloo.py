@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_mp import MixedPrecisionPlan
 from support.cells import WHOLE
 from support.comparing import eps
 from support.fp8 import Across, Plain, plan, run
+from support.models import Regression, same_weights, weights
 from support.ranks import Ranks
+from support.running import fit
+from support.sharded import ddp
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.gloo
@@ -95,3 +102,34 @@ def test_weights_gathered_in_fp8_change_no_bit(ranks: Ranks, strategy: str, opti
 def test_what_cannot_gather_in_fp8_is_refused(ranks: Ranks, strategy: str, options: Any, says: str) -> None:
     (given,) = ranks.run(Across(strategy, "tensorwise", options=options, rule={"all_gather": True}))[0]
     assert given == f"FP8(all_gather=True) {says}"
+
+
+# ---------------------------------------------------------------------- stochastic rounding
+
+optim = pytest.importorskip("torchao.optim")
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Each rank's generator stands elsewhere, as without ``seed_everything``; what it drew next, with the weights."""
+
+    def run(self) -> dict[str, Any]:
+        torch.manual_seed(0)
+        module = Regression(partial(optim._AdamW, lr=1e-3, bf16_stochastic_round=True))
+
+        def on_train_start() -> None:
+            torch.manual_seed(1 + module.global_rank)
+
+        module.on_train_start = on_train_start  # type: ignore[method-assign]
+        with torch.compiler.set_stance("force_eager"):
+            fit(module, plugins=[MixedPrecisionPlan("bf16-true")], **ddp())
+        drawn: Tensor = torch.rand(())
+        torch.manual_seed(1 + module.global_rank)
+        return {"weights": weights(module), "drawn": drawn, "expected": torch.rand(())}
+
+
+def test_ranks_round_alike_and_their_own_generators_are_left_alone(ranks: Ranks) -> None:
+    one, other = ranks.run(Rounded())
+    assert same_weights(one["weights"], other["weights"])
+    for found in (one, other):
+        assert torch.equal(found["drawn"], found["expected"])
