@@ -24,16 +24,14 @@ from support.models import Regression
 ROOT = Path(lightning_mp.__file__).parent
 #: attributes without an underscore that a release may rename all the same
 UNDOCUMENTED = {
-    "deepspeed": "bit16_groups bit16_groups_flat contiguous_gradients cpu_offload cur_hysteresis cur_scale ds_id "
-    "ds_numel ds_persist ds_process_group ds_shape ds_tensor fp16_enabled fp16_groups fp32_partitioned_groups_flat "
-    "get_comm_dtype get_global_grad_norm get_lp_grad_fragment get_param_comm_dtype has_comm_dtype last_overflow_iter "
-    "lp_fragment_address overlapping_partition_gradients_reduce_epilogue parallel_partitioned_bit16_groups "
-    "real_dp_process_group reduce_bucket_size single_partition_of_fp32_groups use_grad_accum_attribute "
-    "was_step_applied",
+    "deepspeed": "bit16_groups bit16_groups_flat cpu_offload cur_scale ds_numel ds_persist ds_process_group ds_shape "
+    "ds_tensor fp16_enabled fp16_groups fp32_partitioned_groups_flat get_global_grad_norm get_lp_grad_fragment "
+    "get_param_comm_dtype lp_fragment_address parallel_partitioned_bit16_groups real_dp_process_group "
+    "single_partition_of_fp32_groups was_step_applied",
     "torch": "all_gather_outputs backward_pass_autocast init_dtype_attrs init_unsharded_param "
     "param_dtype post_backward pre_forward wait_for_unshard",
     "torchao": "GemmInputRole LinearMMConfig ScaledMMConfig amax_to_scale matmul_with_hp_or_float8_args "
-    "tensor_to_scale to_fp8_saturated",
+    "to_fp8_saturated",
 }
 DISTRIBUTIONS = {"deepspeed": "deepspeed", "lightning": "lightning", "torch": "torch", "torchao": "torchao"}
 #: parts of torch, and transformers' models, that are large and have nothing that is used here
