@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from torch._functorch import config as functorch_config
 from torch.optim import SGD
 
@@ -119,11 +120,29 @@ def test_tf32_that_a_newer_switch_has_set_is_refused_before_the_run(owner: str, 
     assert untouched
 
 
-def test_a_run_leaves_no_filter_of_warnings() -> None:
+class Described(RichProgressBar):
+    """Notes what its bar says in front while it is drawn."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.said = self._get_train_description(0).strip()
+
+
+def test_a_run_without_a_limit_of_epochs_leaves_no_filter() -> None:
+    """And its bar counts no further than it is."""
     with warnings.catch_warnings():
-        before = list(warnings.filters)
-        fit(Regression(), plugins=[MixedPrecisionPlan("bf16-mixed")], max_steps=2)
+        before, bar = list(warnings.filters), Described()
+        fit(
+            Regression(),
+            plugins=[MixedPrecisionPlan("bf16-mixed")],
+            callbacks=[bar],
+            enable_progress_bar=True,
+            max_steps=2,
+            max_epochs=-1,
+        )
         assert list(warnings.filters) == before
+    assert bar.said == "Epoch 0"
+    assert "_get_train_description" not in vars(bar)
 
 
 # ---------------------------------------------------------------------- callbacks
