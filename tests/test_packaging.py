@@ -70,11 +70,6 @@ def test_the_version_is_written_in_one_place() -> None:
     assert lightning_mp.__version__ not in (ROOT / "pyproject.toml").read_text().partition("dependencies")[0]
 
 
-def test_the_core_dependencies_are_few() -> None:
-    core = {Requirement(line).name for line in requires(PACKAGE) or [] if "extra ==" not in line}
-    assert core == {"filelock", "jinja2", "lightning", "torch", "omegaconf", "rich", "typer"}
-
-
 def test_all_is_every_extra_that_a_user_may_want_at_run_time() -> None:
     at_run_time = ("hf", "deepspeed", "hydra", "fp8", "cli")
     assert required_by("all") == set().union(*map(required_by, at_run_time))

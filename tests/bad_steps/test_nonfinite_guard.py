@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.optim import SGD, Adagrad, AdamW
-from torch.utils.data import DataLoader
 
 from lightning_mp import LossScaleError, LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
@@ -229,20 +228,6 @@ def test_a_gradient_that_a_hook_of_the_module_spoils_is_skipped_and_named(guard:
     assert (watched.skipped_steps, watched.applied_steps) == (1, 7)
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
     assert "on_before_optimizer_step" not in vars(module)
-
-
-@pytest.mark.filterwarnings("ignore:train_dataloader yielded None:UserWarning")
-@every_mode
-@pytest.mark.parametrize("empty", [(0,), (BAD + 1, BAD + 2), (1, BAD + 1)])
-def test_a_batch_that_is_none_is_no_step(guard: Any, empty: tuple[int, ...], mode: str) -> None:
-    """As a collate function hands over that found nothing in the batch; Lightning leaves it out."""
-    given = [None if batch_idx in empty else batch for batch_idx, batch in enumerate(batches())]
-    watched = guard(max_consecutive=1)
-    fit(Breaks("loss"), data=DataLoader(given, batch_size=None), callbacks=[watched], **stock_for(mode))
-    assert (watched.skipped_steps, watched.applied_steps) == (1, 7 - len(empty))
-    assert [(event.step, event.evidence["skips_in_a_row"]) for event in watched.events] == [
-        (BAD - sum(batch_idx < BAD for batch_idx in empty), 1)
-    ]
 
 
 # ---------------------------------------------------------------------- a lower learning rate

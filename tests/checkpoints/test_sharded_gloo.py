@@ -214,13 +214,3 @@ def test_what_was_there_is_still_there(host: str, ranks: Ranks, tmp_path: Path) 
     assert after["global_step"] == before["global_step"] == 2
     assert same(before["state_dict"], after["state_dict"])
     assert same(before["optimizer_states"], after["optimizer_states"])
-
-
-@pytest.mark.parametrize("host", EACH)
-def test_it_is_replaced_once_all_of_it_is_written(host: str, ranks: Ranks, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    ranks.run(Save(host, 2, str(path)))
-    expected = ranks.run(Save(host, 4, str(path)))[0]
-    assert read_full(path, weights_only=False)["global_step"] == 4
-    assert same(read_full(path)["state_dict"], expected)
-    assert [one.name for one in tmp_path.iterdir()] == ["last.ckpt"]

@@ -19,7 +19,7 @@ from support.fsdp2_halves import Many, Text, text
 from support.models import same_weights
 from support.ranks import Ranks
 from support.saving import ResumableBatches, SaveAt
-from support.sharded import HOSTS, Ranked, refused, trained, whole
+from support.sharded import HOSTS, Ranked, refused, trained
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
@@ -199,35 +199,6 @@ class Refused:
 def test_what_it_cannot_mean_is_refused(ranks: Ranks) -> None:
     for each in ranks.run(Refused()):
         assert all(REFUSED[key] in said for key, said in each.items()), each
-
-
-class Fails(Many):
-    """Ends in the fourth step."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            raise KeyError("of the user's own")
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The module after a run that failed, and another run with it."""
-
-    def run(self) -> dict[str, Any]:
-        module = Fails()
-        with pytest.raises(KeyError, match="of the user's own"):
-            trained("bf16-mixed", HOSTS["zero1"](half_weights=True), module)
-        weights = whole(module)
-        module.on_train_batch_start = lambda *_: None
-        again = trained("bf16-mixed", HOSTS["zero1"](half_weights=True), module)
-        return {"weights": weights, "again": again["losses"]}
-
-
-def test_after_a_failure_the_parameters_are_fp32_ones_of_what_the_rank_has(ranks: Ranks) -> None:
-    one, other = ranks.run(Failed())
-    assert {weight.dtype for weight in one["weights"].values()} == {torch.float32}
-    assert same_weights(one["weights"], other["weights"])
-    assert len(one["again"]) > 3
 
 
 @dataclass(frozen=True)

@@ -169,13 +169,6 @@ def test_a_schedule_in_the_json_beside_one_in_the_module_is_refused() -> None:
         strategy._setup_model_and_optimizer(module, optimizer, schedule)
 
 
-def test_a_model_made_in_configure_model_needs_a_precision_under_stage_3() -> None:
-    module = _attach(Regression(), _plan("auto"), "deepspeed_zero3")
-    strategy: Any = module.trainer.strategy
-    with pytest.raises(PlanError, match=r"precision='auto' with configure_model"), strategy.model_sharded_context():
-        pass
-
-
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(MissingExtraError, match="pip install --no-build-isolation 'deepspeed"):

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning_mp import LossScaling
 from lightning_mp.callbacks import LossScaleMonitor
 from lightning_mp.record import metric_names
-from support.manual import Pair
 from support.models import Regression
 from support.oracles import UNSCALED, plan_for, stock_for
 from support.running import fit
@@ -94,18 +93,3 @@ def test_the_progress_bar_shows_scale_and_skips_in_short(bar: Any, capsys: Any) 
     assert "get_metrics" not in vars(mine)
     if bar is TQDMProgressBar:
         assert f"scale={shown[-1]['scale']},skipped={shown[-1]['skipped']}" in "".join(capsys.readouterr().out.split())
-
-
-def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
-    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
-        optimizer.zero_grad()
-        module.manual_backward(loss)
-        optimizer.step()
-
-
-@keepers
-def test_several_optimizers_by_hand_are_read_once_a_batch(keeper: str) -> None:
-    monitor, _ = watched(keeper, Pair(by_hand, {2: "net other", 4: "net"}, OPTIMIZERS["fused"]))
-    assert [row[metric_names.STEP] for row in monitor.rows] == list(range(0, 16, 2))
-    assert [row[metric_names.SKIPPED_STEPS] for row in monitor.rows] == [0, 0, 2, 2, 3, 3, 3, 3]
-    assert [row[metric_names.SKIPPED_IN_A_ROW] for row in monitor.rows] == [0, 0, 2, 0, 0, 0, 0, 0]

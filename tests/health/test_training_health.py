@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import math
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, TrainingHealth
-from lightning_mp.health import loss_scale_monitor, measurement, throughput
+from lightning_mp.health import loss_scale_monitor, measurement
 from lightning_mp.health.throughput import default_tokens, samples_in
 from lightning_mp.record import metric_names, run_log
 from support import health
@@ -26,23 +24,6 @@ from support.manual import Pair
 from support.models import Regression, batches
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
-
-
-class SteadyClock:
-    """In place of the module ``time``: every look at it takes ``tick`` seconds, and a sleep as long as it says."""
-
-    def __init__(self, tick: float = 0.005) -> None:
-        self.tick, self._now = tick, 0.0
-
-    def perf_counter(self) -> float:
-        """Seconds since it was made."""
-        self._now += self.tick
-        return self._now
-
-    def sleep(self, seconds: float) -> None:
-        """Takes no time of the test's."""
-        self._now += seconds
-
 
 #: how near half precision comes to fp32
 NEAR = {"32-true": 1e-4, "bf16-mixed": 5e-2, "16-mixed": 1e-2, "bf16-true": 0.2, "16-true": 5e-2}
@@ -172,34 +153,6 @@ class Graph:
 )
 def test_what_a_batch_holds_is_known_or_none(batch: Any, tokens: int | None, samples: int | None) -> None:
     assert (default_tokens(batch), samples_in(batch)) == (tokens, samples)
-
-
-@pytest.mark.parametrize(
-    ("batch", "samples"),
-    [
-        (([torch.zeros(3, 4)] * 2,), None),  # images of three channels, which agree on three
-        ((torch.zeros(2, 6, dtype=torch.long).fill_(1), torch.zeros(2)), 2.0),  # multi-hot vectors, no ids
-        (Graph(), None),
-    ],
-)
-@pytest.mark.parametrize("told", [False, True])
-def test_what_is_not_known_is_not_logged_and_asked_for_once(
-    batch: Any, samples: float | None, told: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
-    class Fed(Regression):
-        def training_step(self, given: Any, batch_idx: int) -> Tensor:
-            return self.loss(next(iter(batches())))
-
-    monkeypatch.setattr(throughput, "time", SteadyClock())
-    loader = DataLoader([0] * 6, batch_size=2, collate_fn=lambda _: batch)
-    mine = TrainingHealth(tmp_path / "run", samples=(lambda _: 2) if told else None, peak_flops=1e9, report=False)
-    with caplog.at_level(logging.INFO):
-        fit(Fed(), data=loader, callbacks=[mine])
-    rate = pytest.approx(2 / SteadyClock().tick) if told or samples else None
-    assert [row[metric_names.SAMPLES_PER_S] for row in mine.rows] == [rate] * 3
-    assert {row[metric_names.TOKENS_PER_S] for row in mine.rows} == {None}
-    assert {row[metric_names.MFU] is None for row in mine.rows} == {rate is None}
-    assert sum("samples=" in message for message in caplog.messages) == (rate is None)
 
 
 # ---------------------------------------------------------------------- where it is written

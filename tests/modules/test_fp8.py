@@ -147,13 +147,3 @@ def test_nothing_to_convert_is_refused_with_the_table(model: Any, rule: FP8, say
     (fault,) = error.value.faults
     assert says in fault.problem
     assert fix in fault.fix
-
-
-@pytest.mark.parametrize("rule", [{"skip": "headd"}, {"modules": ("blocks", "moe.*")}], ids=str)
-def test_a_pattern_that_matches_nothing_is_refused_but_for_the_default(rule: dict[str, Any]) -> None:
-    faults = Faults()
-    fp8.select(Model(), FP8(small="convert", **rule), [], faults)
-    (fault,) = faults.found
-    assert "which matches no module" in fault.problem
-    model = nn.Sequential(nn.Linear(16, 16))
-    assert selected(model, FP8(small="convert")) == {"0": None}

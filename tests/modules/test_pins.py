@@ -312,14 +312,6 @@ def test_a_copy_is_pinned_as_the_original(travel: Callable[[nn.Module], nn.Modul
     assert torch.equal(copied(x.half()), root(x.half()))
 
 
-def test_another_pin_replaces_that_of_a_module_that_owns_nothing() -> None:
-    root = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))))
-    pin(root, {"0.1": "bf16"})
-    pin(root, {"0": "fp32"})
-    assert root(X).dtype == FP32
-    assert root[0][1](X.to(BF16)).dtype == FP32
-
-
 def test_unpin_gives_the_plain_classes_back() -> None:
     root = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     pin(root, {"1": "fp32", "Linear": "bf16"})

@@ -168,15 +168,6 @@ def test_what_is_no_linear_is_refused_with_its_class(kind: str) -> None:
     assert fault.allowed == "a plain nn.Linear"
 
 
-def test_so_are_an_attentions_projection_and_a_quantized_weight() -> None:
-    with pytest.raises(PlanError, match=r"'out_proj', a NonDynamicallyQuantizableLinear"):
-        resolve(nn.MultiheadAttention(8, 2), wide("out_proj"))
-    layer = nn.Linear(4, 4)
-    layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(PlanError, match="'head', a Linear"):
-        resolve(layer_in(layer), wide())
-
-
 # ---------------------------------------------------------------------- runs
 
 

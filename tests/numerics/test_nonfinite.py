@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.numerics.nonfinite import Origin, from_gradients, from_parameters, locate
+from lightning_mp.numerics.nonfinite import Origin, from_gradients, locate
 
 INF, NAN = float("inf"), float("nan")
 X = torch.linspace(0.1, 1, 8).reshape(2, 4)
@@ -152,12 +152,3 @@ def test_what_is_compiled_is_watched_too(bad: int) -> None:
 
 
 # ---------------------------------------------------------------------- a forward alone, and weights alone
-
-
-@pytest.mark.parametrize("layer", range(3))
-def test_from_parameters_names_the_first_bad_one(layer: int) -> None:
-    root = net(4)
-    assert from_parameters(root) is None
-    for later in range(layer, 4):
-        set_(root[later].bias, INF)
-    assert from_parameters(root) == Origin(str(layer), f"{layer}.bias", "forward")

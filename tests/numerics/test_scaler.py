@@ -53,27 +53,6 @@ def test_training_is_that_of_torchs_scaler(name: str, power: int, interval: int,
     assert same_state(optimizer, stock_optimizer)
 
 
-MISUSE: dict[str, Callable[[GradScaler, Optimizer], object]] = {
-    "unscale_ twice": lambda scaler, optimizer: (scaler.unscale_(optimizer), scaler.unscale_(optimizer)),
-    "step twice": lambda scaler, optimizer: (scaler.step(optimizer), scaler.step(optimizer)),
-    "unscale_ after step": lambda scaler, optimizer: (scaler.step(optimizer), scaler.unscale_(optimizer)),
-    "closure": lambda scaler, optimizer: scaler.step(optimizer, closure=lambda: None),
-}
-
-
-@pytest.mark.parametrize("misuse", MISUSE.values(), ids=MISUSE)
-@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW, for-loop"])
-def test_misuse_raises_what_torch_raises(misuse: Callable[[GradScaler, Optimizer], object], optimizer: str) -> None:
-    messages = []
-    for scaler in (LossScaler(LossScaling()), GradScaler("cpu")):
-        model = net()
-        backward(model, scaler, 0, overflow=False)
-        with pytest.raises(RuntimeError) as error:
-            misuse(scaler, OPTIMIZERS[optimizer](model.parameters()))
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-
-
 @pytest.mark.parametrize(
     ("setter", "value", "trace", "expected"),
     [

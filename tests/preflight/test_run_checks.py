@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -145,26 +144,6 @@ def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "lightning_mp.preflight.fit_checks"):
         assert found(NeedsTrainer(), "16-mixed") == {}
     assert "schedule_counts_skips could not be made" in caplog.text
-
-
-class Careless(Regression):
-    """Changes itself when it is asked."""
-
-    def configure_optimizers(self) -> Any:
-        self.net[0].weight.requires_grad_(False)
-        self.asked = True
-        self.losses.append(torch.rand(1).item())
-        return _dict(SGD((p for p in self.parameters() if p.requires_grad), lr=1.0), "step")
-
-
-def test_what_asking_changes_is_undone() -> None:
-    module = Careless()
-    generator = torch.get_rng_state()
-    assert "schedule_counts_skips" in found(module, "16-mixed")
-    assert module.net[0].weight.requires_grad
-    assert module.losses == []
-    assert not hasattr(module, "asked")
-    assert torch.equal(generator, torch.get_rng_state())
 
 
 pytest.importorskip("deepspeed")

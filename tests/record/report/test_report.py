@@ -209,14 +209,6 @@ def test_it_says_first_what_to_conclude(name: str, tmp_path: Path) -> None:
         assert [charts[title]["lines"][0]["y"] for title in ("Loss", "Gradient norm")] == [[None, None]] * 2
 
 
-def test_a_comparison_has_a_row_a_run(tmp_path: Path) -> None:
-    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", steps=20, shift=0.5, status="failed")
-    text = _text(one, two)
-    assert "one finished 30 1.278 2.7 1,003 tokens/s 2.5 GiB 3 2" in text
-    assert "two failed 20 2.065 3.3 1,003 tokens/s 2.5 GiB 3 2" in text
-    assert "two: The run failed" in text
-
-
 # ---------------------------------------------------------------------- the file
 
 
