@@ -212,12 +212,6 @@ def test_stop_stops(tmp_path: Path) -> None:
     assert mine.rows[-1][metric_names.STEP] == SPIKE_AT
 
 
-def test_information_leads_to_no_action(tmp_path: Path) -> None:
-    monitor = {"actions": {"nonfinite_grad": "stop"}}
-    mine = watched(tmp_path, Regression(PLAIN, overflow_at=(1,)), monitor, **HOSTS["plan 16-mixed"]())
-    assert (len(mine.events), len(mine.rows)) == (1, 8)
-
-
 # ---------------------------------------------------------------------- advice
 
 PLANNED = [True, False]

@@ -21,7 +21,6 @@ from support.comparing import same
 from support.models import HIDDEN, Regression, batches
 from support.norms import Normed, run
 from support.oracles import MODES, plan_for, stock_for
-from support.ranks import in_a_process
 from support.running import fit, trainer
 from support.traces import lightning_says
 
@@ -312,21 +311,6 @@ def test_audit_and_doctor_take_it_as_it_is(layer: str) -> None:
     plan.convert_module(model.net)
     report = lightning_mp.audit(model.net)
     assert report.ok, report
-
-
-def _pinned_twice() -> None:
-    model = Adapted(_fp8_linear)
-    before = model.quantized()
-    for _ in range(2):
-        plan = MixedPrecisionPlan("bf16-mixed", pins={"FP8Linear": "fp32"})
-        fit(model, plugins=[plan], strategy="mp_fsdp2", use_distributed_sampler=False)
-        assert model.quantized() == before
-
-
-@pytest.mark.slow
-@pytest.mark.gloo
-def test_a_pin_on_it_leaves_it_where_it_is_sharded_in_a_second_fit_too() -> None:
-    in_a_process(_pinned_twice)
 
 
 class Marked(nn.Parameter):

@@ -99,13 +99,6 @@ def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
     assert not [*in_folder.glob("s3:*"), *in_folder.glob("memory:*")]
 
 
-def test_the_folder_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callbacks = [Writes(), TrainingHealth(report=False)]
-    with caplog.at_level("INFO"):
-        fit(Regression(), callbacks=callbacks, max_steps=2, default_root_dir=tmp_path)
-    assert caplog.text.count(f"report of this run: {tmp_path / 'lightning_mp_run'}") == 1
-
-
 ALERT = Event(step=5, kind="scale_collapse", severity="error", cause="an overflow", advice="pin the head")
 
 
