@@ -224,7 +224,7 @@ class StepEngine(ABC):
             self.on_trained_changed()
         if self._places is not None:
             self._places.refuse_changed()
-        return NOTHING if "training_step" in self._watched else self.first_step("training_step")
+        return self.first_step("training_step")
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
         """Around a step: the first of ``method`` is watched, unless the first of training was."""
