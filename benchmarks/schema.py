@@ -19,7 +19,7 @@ from lightning_mp.policy import FP8, PRECISIONS, Checkpointing, NonFinite, Pin, 
 from lightning_mp.policy.pieces import STORAGE_DTYPES, LossScaling
 from lightning_mp.policy.precision_policy import TF32_SETTINGS
 from lightning_mp.policy.presets import PRESETS
-from lightning_mp.strategies.registry import LIGHTNINGS, PREFIX, STRATEGIES, trainer_arguments
+from lightning_mp.strategies.registry import PREFIX, STRATEGIES, trainer_arguments
 
 FOLDER = Path(str(files("lightning_mp.configs"))) / "schema"
 #: what every editor that knows schemas reads; Hydra's own header stands before it
@@ -60,7 +60,7 @@ def plan_schema() -> dict[str, Any]:
 def train_schema() -> dict[str, Any]:
     """That of a training file; keys of the user's own, which others refer to, are allowed at its top."""
     called = {"type": ["object", "array", "string", "null"]}
-    names = [*STRATEGIES, *(f"{PREFIX}{name}" for name in STRATEGIES), *LIGHTNINGS]
+    names = [*STRATEGIES, *(f"{PREFIX}{name}" for name in STRATEGIES)]
     by_name = {"type": "object", "properties": {"name": {"enum": names}}}
     properties = {
         "plan": _any({"enum": [*_WRITTEN["precision"]["enum"], *PRESETS]}, plan_schema()),

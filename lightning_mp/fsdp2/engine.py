@@ -74,8 +74,10 @@ class ShardedEngine(StepEngine):
     def first_step(self, method: str) -> AbstractContextManager[Any]:
         """As in the base class; what takes the shape of a sharded weight is seen to in every step."""
         around = super().first_step(method)
-        again = isinstance(around, nullcontext) and self._reads is not None and self._reads.needed
-        return self._reads if again and self._reads is not None else around
+        if self._reads is None:
+            return around
+        self._reads.training = method == "training_step"
+        return self._reads if isinstance(around, nullcontext) and self._reads.needed else around
 
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:

@@ -78,12 +78,13 @@ class ShardReads(TorchFunctionMode):
         self._names, self._away = names, away
         #: a step took such a result: every one does
         self.needed = False
+        self.training = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # of what is cast like a second tensor, the values of that one are not read
         first, others = (args[:1], args[1:]) if func in _CASTS_AS else ((), args)
         # without gradients in training an optimizer makes its state, which is sharded as the weight is
-        stepping = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+        stepping = self.training and not torch.is_grad_enabled()
         if not stepping and (first or reads_no_value(getattr(func, "__name__", ""))):
             plain = map_tensors([others, kwargs], self._without_values)
             self.needed |= plain[0] is not others

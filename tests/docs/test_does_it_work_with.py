@@ -28,7 +28,7 @@ RUN = {
     "SWA": "tests/strategies/test_features_gloo.py::swa",
     "a GAN, two optimizers": "tests/support/features.py::two_optimizers_of_a_gan",
     "Muon": "tests/conformance/optimizers.py::muon",
-    "SAM, LBFGS": "tests/plan/test_optimizer_facts.py::SAM",
+    "SAM, LBFGS": "tests/plan/test_closures.py::SAM",
     "a gradient penalty": "test_a_gradient_penalty_trains_and_is_computed_under_autocast_inside_a_pin",
     "sync batch norm": "tests/strategies/test_batch_norm_gloo.py",
     "gradient accumulation, clipping": "tests/plan/test_clipping.py",
