@@ -57,8 +57,11 @@ def on_loopback() -> tuple[str, ...]:
     return ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
 
 
-def run(command: list[str], log: Path, timeout: float = 90) -> Ended:
-    """Run a command that prints into ``log``; after ``timeout`` what is left is killed."""
+def run(command: list[str], log: Path, timeout: float = 240) -> Ended:
+    """Run a command that prints into ``log``; after ``timeout`` what is left is killed.
+
+    The first one under ZeRO compiles DeepSpeed's collective, a minute of a free CPU.
+    """
     child = None
     try:
         with log.open("ab") as file:  # appended to, so that what several print comes in the order it was printed

@@ -121,5 +121,5 @@ def test_runs_and_lines_can_be_hidden_and_brought_back(show: Show, address: str,
     shown = show(address)
     shown.page.click("[id='chart-Memory'] .keys button:nth-child(2)")
     shown.frames()
-    assert [curve["visible"] for curve in shown.charts()["Memory"]["curves"]] == [True, False, True]
+    assert [curve["visible"] for curve in shown.charts()["Memory"]["curves"]] == [True, False]
     assert [curve["visible"] for curve in shown.charts()["Loss"]["curves"]] == [True, True]
