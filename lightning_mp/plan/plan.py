@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     def _declare(self, policy: PrecisionPolicy) -> None:
         self._declared, self._run = policy, Run(policy)
+        #: the runs of Trainers that live; those around the one at hand; the last one, which copies of the plan share
+        self._runs = WeakKeyDictionary[Trainer, Run]()
+        self._around, self._last = list[Run](), list[Run]()
 
     @classmethod
     def from_policy(cls, policy: PrecisionPolicy) -> MixedPrecisionPlan:
@@ -125,13 +129,20 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         with load.named_lines(config):
             return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
-    # A copy is a plan that has run nothing yet.
-
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_run"}
+        runs = ("_run", "_runs", "_around", "_last")
+        return {name: value for name, value in vars(self).items() if name not in runs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _run=Run(state["_declared"]))
+        self._declare(state["_declared"])
+        vars(self).update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionPlan:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(self.__getstate__())
+        # Packages copy their arguments: what the copy counts can be asked of the plan that the user holds.
+        copied._last = self._last
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not MixedPrecisionPlan:
@@ -228,22 +239,28 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         return BadStepCallback(self, trainer, faults)
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
-        """Begin the run of ``trainer``, or go on to its next stage."""
+        """Begin the run of ``trainer``, or go on with it; that of a Trainer around it waits until it ends."""
         run, before = self._run, self.trainer
-        if before not in (None, trainer) and run.engine is not None and before.state.status == TrainerStatus.RUNNING:
-            raise PlanError.of(
-                "a Trainer inside the run of another one, under the same plan",
-                "give it a plan and a module of its own: copy.deepcopy(plan)",
-                "Trainer",
-            )
-        run.release()
+        others = run.engine is not None and before is not trainer
+        if others and before is not None and before.state.status == TrainerStatus.RUNNING:
+            if before.lightning_module is module:
+                raise PlanError.of(
+                    "a Trainer inside the run of another one, on the same module and under the same plan",
+                    "give it copies: copy.deepcopy(module), copy.deepcopy(plan)",
+                    "Trainer",
+                )
+            self._around.append(run)
+        else:
+            run.release()
         if trainer is None:
             first = next(module.parameters(), None)
             run.device = torch.device("cpu") if first is None else first.device
             return
         if run.attached and before is not trainer:
-            self._run = Run(self._declared)
+            self._run = self._runs.get(trainer) or Run(self._declared)
         self._run.attach(trainer)
+        self._runs[trainer] = self._run
+        self._last[:] = [self._run]
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -389,3 +406,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """
         ended(self, self.trainer)
         self._run.release()
+        if self._around:
+            self._run = self._around.pop()
+            self._last[:] = [self._run]

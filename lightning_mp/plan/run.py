@@ -118,6 +118,7 @@ class PlanBase:
 
     _declared: PrecisionPolicy
     _run: Run
+    _last: list[Run]
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -137,13 +138,13 @@ class PlanBase:
     @property
     def loss_scaler(self) -> LossScaler:
         """The loss scale and the counts of applied and skipped steps; disabled in a mode without loss scaling."""
-        return self._run.loss_scaler
+        run = self._run if self._run.attached or not self._last else self._last[0]  # that of a copy
+        return run.loss_scaler
 
     @property
     def scaler(self) -> LossScaler | None:
         """The same; ``None`` in a mode without loss scaling."""
-        scaler = self._run.loss_scaler
-        return scaler if scaler.enabled else None
+        return self.loss_scaler if self.loss_scaler.enabled else None
 
     @property
     def fp8_layers(self) -> list[FP8Layer]:
@@ -153,17 +154,17 @@ class PlanBase:
     @property
     def step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped; the first question after a step is a device sync."""
-        return self._run.loss_scaler.step_skipped
+        return self.loss_scaler.step_skipped
 
     @property
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped since the run began."""
-        return self._run.loss_scaler.skipped_steps
+        return self.loss_scaler.skipped_steps
 
     @property
     def applied_steps(self) -> int:
         """How many optimizer steps were applied since the run began."""
-        return self._run.loss_scaler.applied_steps
+        return self.loss_scaler.applied_steps
 
     @property
     def trainer(self) -> Trainer | None:

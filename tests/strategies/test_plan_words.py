@@ -15,9 +15,10 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, DoublePrecision
 
 from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy, register_plan, trainer_kwargs
 from lightning_mp.strategies.registry import STRATEGIES
-from support.models import Regression, same_weights, weights
+from support.models import Regression, batches, same_weights, weights
 from support.ranks import in_a_process
 from support.running import fit
+from support.running import trainer as quiet
 
 every_name = pytest.mark.parametrize("name", STRATEGIES)
 #: Lightning's own word on what it makes of fp16 on a CPU, which does not hold here
@@ -126,26 +127,82 @@ def test_arguments_are_kept_and_used_for_many_trainers(way: str) -> None:
     assert len({id(run.strategy) for run in runs}) == 3
 
 
+class Predicting(Regression):
+    """The regression, predicted and validated too."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
 class RunsInside(Callback):
-    """Validates with a Trainer of its own after the third step of a fit."""
+    """Predicts and validates another module with a Trainer of its own after the third step of a fit, or the same."""
 
-    def __init__(self, plan: MixedPrecisionPlan) -> None:
-        self.plan = plan
+    def __init__(self, arguments: dict[str, Any], same: bool = False) -> None:
+        self.arguments, self.same, self.dtypes = arguments, same, set[Any]()
 
-    def on_train_batch_end(self, run: Any, *_: Any) -> None:
-        if run.global_step == 3:
-            fit(Regression(), plugins=[self.plan])
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            module = pl_module if self.same else Predicting()
+            predicted = quiet(**self.arguments).predict(module, batches())
+            self.dtypes = {one.dtype for one in predicted}
+            quiet(**self.arguments).validate(module, batches(), verbose=False)
 
 
-def test_a_trainer_inside_a_fit_has_a_plan_of_its_own() -> None:
+no_validation = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+@no_validation
+@every_way
+def test_a_trainer_inside_a_fit_leaves_the_run_around_it_alone(way: str) -> None:
     plan = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
-    with pytest.raises(PlanError, match="inside the run of another one"):
-        fit(Regression(), plugins=[plan], callbacks=[RunsInside(plan)])
-    assert plan.engine is None
-    oracle, module = Regression(), Regression()
-    fit(oracle, plugins=[plan])
-    fit(module, plugins=[plan], callbacks=[RunsInside(copy.deepcopy(plan))])
+    kept = _ways(plan)[way]
+    oracle, module = Predicting(), Predicting()
+    alone = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
+    fit(oracle, plugins=[alone])
+    inside = RunsInside(kept)
+    run = fit(module, **kept, callbacks=[inside])
     assert module.losses == oracle.losses
+    assert same_weights(weights(module), weights(oracle))
+    assert run.precision_plugin.state_dict() == alone.state_dict()
+    assert plan.engine is None
+    assert inside.dtypes == {torch.float16}
+    assert module.trainer is run
+
+
+@no_validation
+def test_a_trainer_inside_a_fit_of_the_same_module_is_refused() -> None:
+    plan = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
+    with pytest.raises(PlanError, match="inside the run of another one, on the same module"):
+        fit(Predicting(), plugins=[plan], callbacks=[RunsInside({"plugins": [plan]}, same=True)])
+    assert plan.engine is None
+
+
+def test_trainers_that_take_turns_keep_their_scales() -> None:
+    plan = MixedPrecisionPlan("16-mixed")
+    alone = [MixedPrecisionPlan("16-mixed") for _ in range(2)]
+
+    def seen(plans: list[MixedPrecisionPlan]) -> list[dict[str, Any]]:
+        modules = Regression(overflow_at=(6,)), Regression()
+        runners = [quiet(plugins=[one], max_epochs=1) for one in plans]
+        states: list[dict[str, Any]] = []
+        for turn in (1, 2):
+            for runner, module, one in zip(runners, modules, plans, strict=True):
+                runner.fit_loop.max_epochs = turn
+                runner.fit(module, batches())
+                states.append(one.state_dict())
+        return states
+
+    assert seen([plan, plan]) == seen(alone)
+
+
+def _counts(run: Trainer) -> tuple[int, int]:
+    plan = run.precision_plugin
+    assert isinstance(plan, MixedPrecisionPlan)
+    assert plan.applied_steps > 0
+    return plan.applied_steps, plan.skipped_steps
 
 
 class Keeps(Regression):
@@ -169,3 +226,13 @@ def test_a_plan_among_hyperparameters_is_loaded_again(tmp_path: Path) -> None:
         "plan",
         "precision_plan",
     ]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda kept: {**kept, "plugins": [copy.deepcopy(kept["plugins"][0])]}])
+def test_the_counts_of_a_deep_copy_are_read_on_the_plan_that_was_copied(way: Any) -> None:
+    plan = MixedPrecisionPlan("16-mixed")
+    run = fit(Regression(), **way({"plugins": [plan]}))
+    assert run.precision_plugin is not plan
+    assert (plan.applied_steps, plan.skipped_steps) == _counts(run)
+    fit(Regression(), plugins=[plan], max_steps=4)
+    assert plan.applied_steps + plan.skipped_steps == 4
