@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -18,6 +18,8 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from lightning_mp.compat import patched
 
 #: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
 NO_TORCH_FUNCTION: Any = cast("Any", torch)._C._disabled_torch_function_impl
@@ -132,20 +134,13 @@ def in_backward_formula() -> bool:
     return cast("Any", torch)._C._current_autograd_node() is not None
 
 
-@contextmanager
-def backward_traced_outside_autocast() -> Generator[None, None, None]:
+def backward_traced_outside_autocast() -> AbstractContextManager[None]:
     """Within, ``torch.compile`` traces backward passes outside of autocast, where Lightning runs them.
 
     AOTAutograd traces them at the time of the forward, by default under the autocast around the compiled region: what
     turns autocast off inside would have a half-precision backward. The setting is read at each tracing in this thread.
     """
-    config: Any = functorch_config
-    before = config.backward_pass_autocast
-    config.backward_pass_autocast = "off"
-    try:
-        yield
-    finally:
-        config.backward_pass_autocast = before
+    return patched(functorch_config, backward_pass_autocast="off")
 
 
 def cpu_attention() -> tuple[Any, Any]:
