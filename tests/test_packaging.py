@@ -25,7 +25,6 @@ FLOOR_0 = ("deepspeed.merge", "errors", "planner", "policy.load", "record.events
 
 
 def heavy_modules_after(statement: str) -> list[str]:
-    """Which of the heavy packages a fresh interpreter has loaded after running the statement."""
     code = f"{statement}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     return json.loads(done.stdout)
@@ -45,7 +44,6 @@ def required_by(extra: str) -> set[str]:
 
 
 def pinned() -> dict[str, list[Requirement]]:
-    """The constraints that hold for this Python, by package."""
     pins: dict[str, list[Requirement]] = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line and not line.startswith("#"):

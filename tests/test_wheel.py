@@ -25,8 +25,6 @@ _NO_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "runs", "
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The two distributions."""
-
     sdist: Path
     wheel: Path
 
@@ -53,7 +51,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def sources() -> set[str]:
-    """Every file of the package in this checkout."""
     files = (path for path in (ROOT / "lightning_mp").rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {str(path.relative_to(ROOT)) for path in files}
 

@@ -23,8 +23,6 @@ STATIC_SCALE = 64.0
 
 @dataclass
 class Cell:
-    """How a cell ended on one rank, and what its fits did."""
-
     rank: int
     runs: dict[str, Run] = field(default_factory=dict)
     #: "refused" or "FAILED" where it did not run to its end, and why
@@ -35,7 +33,6 @@ class Cell:
 
 
 def run_cell(strategy: str, row: str, folder: str) -> Cell:
-    """Every fit of a cell; a refusal or failure ends it and is written down."""
     cell = Cell(rank=int(os.environ.get("RANK", "0")))
     try:
         for name, options in _fits(ROWS[row], Path(folder) / "step.ckpt").items():

@@ -39,8 +39,6 @@ class Block(nn.Module):
 
 
 class Learner(LightningModule):
-    """A small language model; it records losses, and gradients in full."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -115,8 +113,6 @@ WAYS: dict[str, Callable[[Learner, str], Any]] = {
 
 @dataclass
 class Ran:
-    """What a run did, or how it ended early."""
-
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     counts: tuple[int, int] = (0, 0)
@@ -129,7 +125,6 @@ class Ran:
 
 
 def run_cell(strategy: str, row: CompiledRow) -> tuple[Ran, Ran]:
-    """Eager and compiled, on this rank."""
     return _run(strategy, row, compiled=False), _run(strategy, row, compiled=True)
 
 
@@ -176,7 +171,6 @@ def _callbacks(row: CompiledRow, folder: Path) -> list[Any]:
 
 
 def judge(strategy: str, row: CompiledRow, cells: Sequence[tuple[Ran, Ran]]) -> Verdict:
-    """The verdict on what every rank did compiled, beside what it did in eager mode."""
     words = {compiled.word or eager.word for eager, compiled in cells}
     if words == {REFUSED}:
         return Verdict(REFUSED, [cells[0][1].reason or cells[0][0].reason])

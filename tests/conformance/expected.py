@@ -29,18 +29,15 @@ def whole(row: Row) -> dict[str, int]:
 
 
 def trained(row: Row) -> set[str]:
-    """The parameters that are not frozen."""
     return {f"model.{name}" for name, parameter in _model(row).named_parameters() if parameter.requires_grad}
 
 
 def start(row: Row) -> dict[str, Tensor]:
-    """Parameters and buffers before the first step."""
     model = _model(row)
     return {f"model.{name}": tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def stored(row: Row) -> dict[str, str]:
-    """Parameter name → dtype."""
     return {name: row.policy.norm_storage if "norm" in name else row.policy.storage for name in whole(row)}
 
 
@@ -78,12 +75,10 @@ def rates(row: Row, attempts: int, skipped: tuple[int, ...] = ()) -> list[float]
 
 
 def growing_scales(steps: int) -> list[float]:
-    """The scale after each step without an overflow."""
     return [INIT_SCALE * 2.0 ** ((step + 1) // GROWTH_INTERVAL) for step in range(steps)]
 
 
 def halved_scales(steps: int, bad: int) -> list[float]:
-    """The scale after each step with one overflow."""
     return [INIT_SCALE / 2 if step >= bad else INIT_SCALE for step in range(steps)]
 
 
@@ -108,13 +103,11 @@ FORMULAS = {
 
 
 def by_formula(strategy: str, **sizes: float) -> list[float]:
-    """The formula's terms with numbers for S, P and N."""
     terms = re.sub(r"(\d)([SP])", r"\1*\2", FORMULAS[strategy].partition(" (")[0]).split(", ")
     return [float(eval(term, dict(sizes))) for term in terms]
 
 
 def bytes_per_rank(strategy: str, row: Row) -> dict[str, float]:
-    """Parameters, gradients and optimizer state at the optimizer step."""
     as_stored = sum(count * SIZES[stored(row)[name]] for name, count in whole(row).items())
     found = by_formula(strategy, S=as_stored, P=sum(whole(row).values()), N=world(strategy))
     return dict(zip(("parameters", "gradients", "optimizer"), found, strict=True))

@@ -51,7 +51,6 @@ def _ids(generator: torch.Generator, length: int = LENGTH) -> Tensor:
 
 
 def _text(generator: torch.Generator) -> dict[str, Tensor]:
-    """One row is padded on its left."""
     ids, mask = _ids(generator), torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[1, :3] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -120,7 +119,6 @@ def _graph(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _own(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss that the model computes."""
     return model(**batch).loss
 
 
@@ -323,8 +321,6 @@ SIGHT_AND_SOUND = {
 
 
 class Net(nn.Module):
-    """Named parts, and a forward written as a function of them."""
-
     def __init__(self, forward: Callable[[Net, Any], Tensor], **parts: nn.Module) -> None:
         super().__init__()
         self.parts = forward
@@ -424,8 +420,6 @@ def _experts() -> nn.Module:
 
 
 def _messages() -> nn.Module:
-    """A graph: messages along edges are added where they arrive."""
-
     def forward(self: Any, batch: dict[str, Tensor]) -> Tensor:
         hidden, (source, target) = self.embed(batch["x"]), batch["edges"]
         for layer in (self.first, self.second):
@@ -440,7 +434,6 @@ def _messages() -> nn.Module:
 
 
 def _detector() -> nn.Module:
-    """Two heads on one backbone."""
     block = Block(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
     backbone = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), block, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
@@ -452,7 +445,6 @@ def _detector() -> nn.Module:
 
 
 def _detected(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """A list of targets of unequal length, an image each."""
     out, loss = model(batch["pixel_values"]).float(), torch.zeros(())
     for row, target in zip(out, batch["labels"], strict=True):
         loss = loss + functional.cross_entropy(row[None, :CLASSES], target["class_labels"])
@@ -490,8 +482,6 @@ class Float8Linear(nn.Module):
 
 
 def _quantized() -> nn.Module:
-    """LoRA on a quantized base."""
-
     def forward(self: Any, hidden: Tensor) -> Tensor:
         return self.norm(self.base(hidden) + self.lora_b(self.lora_a(hidden)))
 

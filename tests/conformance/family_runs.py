@@ -29,8 +29,6 @@ STEPS = 2
 
 @dataclass
 class Outcome:
-    """What a run did, or how it ended early."""
-
     losses: list[list[float]] = field(default_factory=list)
     ended: dict[str, Tensor] = field(default_factory=dict)
     word: str = ""
@@ -47,7 +45,6 @@ class Reference:
 
 
 def _batches(family: Family) -> list[tuple[Any, Any]]:
-    """Of every step, a batch for each of two ranks."""
     generator = torch.Generator().manual_seed(3)
     return [(family.batch(generator), family.batch(generator)) for _ in range(STEPS)]
 
@@ -61,7 +58,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def reference(row: FamilyRow) -> Reference:
-    """What one process is compared with, and two."""
     start = {name: _whole(tensor) for name, tensor in _tensors(row.of.model()).items()}
     rates = _rates(row.of)
     outcomes = {parts: _loop(row.of, row.policy, rates, parts) for parts in (1, 2)}
@@ -80,7 +76,6 @@ def _rates(family: Family) -> list[float]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A normalization, by what its class is called."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 
@@ -148,7 +143,6 @@ def _loop(family: Family, policy: Policy, rates: Sequence[float], parts: int) ->
 
 
 def _exchange(model: nn.Module, buffers: dict[str, Tensor]) -> None:
-    """The model's buffers for these, and these for the model's."""
     for name, buffer in model.named_buffers():
         held = buffer.clone()
         buffer.copy_(buffers[name])
@@ -200,7 +194,6 @@ class Learner(LightningModule):
 
 
 def run_cell(strategy: str, row: FamilyRow, rates: Sequence[float]) -> Outcome:
-    """A cell on this rank."""
     from support.running import fit
 
     learner, outcome = Learner(row.of, rates), Outcome()
@@ -230,7 +223,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def judge(row: FamilyRow, outcomes: Sequence[Outcome], reference: Reference) -> Verdict:
-    """The verdict on what every rank did, beside the plain loop."""
     words = {outcome.word for outcome in outcomes}
     if words == {REFUSED}:
         return Verdict(REFUSED, [outcomes[0].reason])

@@ -27,8 +27,6 @@ WEIGHTS_TOLERANCE = 1e-2
 
 @dataclass
 class Verdict:
-    """One cell of the matrix."""
-
     word: str
     #: why it was refused, what differs, or how it failed
     reasons: list[str] = field(default_factory=list)
@@ -36,12 +34,10 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        """Whether the command may end well."""
         return self.word in (SAME, REFUSED, NO_LOOP)
 
 
 def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None) -> Verdict:
-    """The verdict on what every rank saw, beside a plain loop."""
     ended = [cell for cell in cells if cell.word]
     if ended:
         return _ended(cells, ended)
@@ -157,7 +153,6 @@ def _summary(mains: Sequence[Run]) -> dict[str, str]:
 
 
 def tolerance(row: Row) -> float:
-    """How far a loss or a norm may be from the plain loop's, relatively."""
     return FP32_TOLERANCE if row.policy.mode == "32-true" else HALF_TOLERANCE
 
 
@@ -262,7 +257,6 @@ def _scales(name: str, runs: Sequence[Run], wanted: list[float]) -> Iterator[str
 
 
 def _ranks_agree(name: str, row: Row, runs: Sequence[Run]) -> Iterator[str]:
-    """Whatever lies whole on several ranks is equal there, bit for bit."""
     for parameter, numbers in expected.whole(row).items():
         copies = [run.weights[parameter] for run in runs if parameter in run.weights]
         copies = [copy for copy in copies if copy.numel() == numbers]
@@ -296,7 +290,6 @@ def _resume(row: Row, cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _equal(what: str, ones: Sequence[Run], others: Sequence[Run], than: str) -> Iterator[str]:
-    """Weights and optimizer state are equal bit for bit, rank by rank."""
     for rank, (one, other) in enumerate(zip(ones, others, strict=True)):
         yield from _first_unequal(f"{what}: rank {rank}, weights", one.weights, other.weights, than)
         states = [{f"{i}.{k}": v for i, s in enumerate(run.moments) for k, v in s.items()} for run in (one, other)]

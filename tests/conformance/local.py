@@ -16,7 +16,6 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` → ``"fp32"``."""
     return DTYPE_NAMES.get(dtype, str(dtype))
 
 
@@ -39,22 +38,18 @@ def _here(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def stored(module: nn.Module) -> dict[str, str]:
-    """Name → the dtype it is stored in."""
     return {name: dtype_name(parameter.dtype) for name, parameter in _here(module)}
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
-    """Name → a copy of what is trained here."""
     return {name: local(one).clone() for name, one in _here(module)}
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Name → the local part of the gradient, where ``.grad`` holds one."""
     return {plain_name(n): local(p.grad) for n, p in module.named_parameters() if p.grad is not None}
 
 
 def base_optimizer(optimizer: Any) -> Any:
-    """The ``torch.optim`` optimizer inside DeepSpeed's."""
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -83,7 +78,6 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def floating(states: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Moments alone: step counts are not of the parameters' dtype."""
     for state in states:
         yield from ((key, value) for key, value in state.items() if key != "step")
 
@@ -103,7 +97,6 @@ def squares(found: dict[str, Tensor]) -> dict[str, tuple[int, float]]:
 
 
 def zero_optimizer(trainer: Trainer) -> Any:
-    """ZeRO's optimizer, or ``None`` under another strategy."""
     return getattr(getattr(trainer.strategy, "deepspeed_engine", None), "optimizer", None)
 
 

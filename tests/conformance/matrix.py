@@ -41,15 +41,12 @@ def on_a_rank(strategy: str, row: str, folder: Path, rates: tuple[float, ...]) -
 
 
 def plain_loop(row: str) -> dict[int, Run] | family_runs.Reference:
-    """The reference of a row for one process, and for two."""
     of = ROWS[row]
     return family_runs.reference(of) if isinstance(of, FamilyRow) else plain.reference(of)
 
 
 @dataclass
 class Matrix:
-    """Verdicts by (strategy, policy), and what they took."""
-
     verdicts: dict[Key, Verdict] = field(default_factory=dict)
     seconds: float = 0.0
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))

@@ -21,7 +21,6 @@ BAD_RANK = 1
 
 
 def llama() -> nn.Module:
-    """Two layers from its config, the same weights wherever it is made; its head is not tied."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": LENGTH}
@@ -45,19 +44,16 @@ def text(generator: torch.Generator) -> Tensor:
 
 
 def batches(steps: int = STEPS, without: tuple[int, ...] = ()) -> list[Tensor]:
-    """Global batches."""
     generator = torch.Generator().manual_seed(11)
     made = [text(generator) for _ in range(steps)]
     return [batch for index, batch in enumerate(made) if index not in without]
 
 
 def next_token(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and what they should be."""
     return model(input_ids=tokens).logits[:, :-1], tokens[:, 1:]
 
 
 def loss_of(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Cross entropy in fp32."""
     return functional.cross_entropy(logits.float().flatten(0, -2), wanted.flatten())
 
 
@@ -67,13 +63,11 @@ def learning_rate(step: int) -> float:
 
 
 def optimizer_for(row: Row, parameters: Any) -> tuple[Optimizer, LambdaLR]:
-    """The row's and a step-interval schedule."""
     optimizer = row.stepper.optimizer(parameters)
     return optimizer, LambdaLR(optimizer, learning_rate)
 
 
 def model_of(row: Row) -> nn.Module:
-    """A Llama, what the row's optimizer does not take frozen."""
     model = llama()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and row.stepper.takes(parameter))

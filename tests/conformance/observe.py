@@ -100,7 +100,6 @@ class Watch(TorchDispatchMode):
             self.backward |= dtypes
 
     def enter(self, name: str) -> None:
-        """``name``'s forward begins."""
         self.calls[name] += 1
         self.inside.append(name)
         self.last.append(None)
@@ -114,8 +113,6 @@ class Watch(TorchDispatchMode):
 
 
 def hook(watch: Watch, name: str, module: nn.Module) -> list[Any]:
-    """Tell ``watch`` when the module's forward begins and ends; what takes that back."""
-
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         watch.leave(name, finished=output is not None)
         if output is not None:
@@ -156,7 +153,6 @@ class Observer(Callback):
             self._watching = True
 
     def stop_watching(self) -> None:
-        """Leave the mode, also where a step failed."""
         if self.watch is not None and self._watching:
             self.watch.__exit__(None, None, None)
             self._watching = False

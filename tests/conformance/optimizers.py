@@ -16,8 +16,6 @@ Make = Callable[[Any], Optimizer]
 
 
 class _Written(Optimizer):
-    """The loop over parameters that the optimizers below share."""
-
     def __init__(self, parameters: Any, lr: float, **options: Any) -> None:
         super().__init__(parameters, {"lr": lr, **options})
 
@@ -122,15 +120,12 @@ _adamw = partial(AdamW, eps=1e-2)
 
 @dataclass(frozen=True)
 class Stepper:
-    """An optimizer and its learning rate."""
-
     make: Callable[..., Optimizer]
     rate: float = 2e-2
     #: which parameters it takes; the others are frozen
     takes: Callable[[nn.Parameter], bool] = lambda parameter: True
 
     def optimizer(self, parameters: Any) -> Optimizer:
-        """On those that it takes."""
         return self.make([p for p in parameters if p.requires_grad], lr=self.rate)
 
 

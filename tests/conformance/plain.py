@@ -32,8 +32,6 @@ def _norm(parameters: list[nn.Parameter]) -> float:
 
 
 class _Loop:
-    """A model and what changes as it trains."""
-
     def __init__(self, row: Row, parts: int, clip: float) -> None:
         self.clip, self.parts = clip, parts
         self.row, self.run, self.model = row, Run(), model_of(row)
@@ -44,7 +42,6 @@ class _Loop:
         self.optimizer, self.schedule = optimizer_for(row, self.parameters)
 
     def backward(self, batch: Tensor, scale: float) -> float:
-        """Gradients of the batch, clipped, in ``.grad``; its loss."""
         policy, losses = self.row.policy, []
         self.optimizer.zero_grad()
         for part in batch.chunk(self.parts):
@@ -87,7 +84,6 @@ def reference(row: Row) -> dict[int, Run]:
 
 
 def distances(row: Row, ended: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """By name, how far apart weights and buffers ended, in parts of the way they went."""
     start = expected.start(row)
     return apart(ended, {name: tensor for name, tensor in wanted.items() if tensor.is_floating_point()}, start)
 
@@ -106,12 +102,10 @@ def apart(
 
 
 def length(one: Tensor, other: Tensor | float = 0.0) -> float:
-    """The root mean square of the difference."""
     return (one.double() - other).pow(2).mean().sqrt().item()
 
 
 def _train(row: Row, parts: int, clip: float = CLIP) -> Run:
-    """Losses, learning rates and gradient norms of all steps; weights and buffers at the end."""
     loop = _Loop(row, parts, clip)
     scales = [expected.INIT_SCALE, *expected.growing_scales(STEPS)] if row.policy.scaled else [1.0] * STEPS
     for step, batch in enumerate(batches()):

@@ -86,7 +86,6 @@ compiled after the second step, but where the gather of a shard unit lies in wha
 
 
 def text(matrix: Matrix) -> str:
-    """The whole page."""
     notes: dict[str, int] = {}
     lines = [_header(matrix), ""]
     for name, (all_rows, all_columns) in TABLES.items():
@@ -254,7 +253,6 @@ runs in eager mode.
 
 
 def summary(words: Mapping[tuple[str, str], str]) -> str:
-    """The page, of the word (``same``, ``refused``, …) of each strategy and row."""
     others = [table for table in TABLES if table != "plan"]
     heads = ["strategy", *(f"`{mode}`" for mode in MODES), *others]
     lines = [_row(heads), _row(["---"] * len(heads))]

@@ -20,8 +20,6 @@ CHECKPOINTED = "LlamaDecoderLayer"
 
 @dataclass(frozen=True)
 class Policy:
-    """One row."""
-
     mode: str
     pins: bool = False
     checkpointing: bool = False
@@ -33,37 +31,30 @@ class Policy:
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled."""
         return self.mode.startswith("16")
 
     @property
     def mixed(self) -> bool:
-        """Whether computation is in another dtype than storage."""
         return self.mode.endswith("-mixed")
 
     @property
     def half(self) -> str:
-        """What the mode's number stands for."""
         return {"32": "fp32", "bf16": "bf16", "16": "fp16"}[self.mode.split("-")[0]]
 
     @property
     def compute(self) -> str:
-        """What unpinned matrix products run in."""
         return self.half
 
     @property
     def rounding(self) -> float:
-        """How far apart the mode's numbers are just above 1."""
         return {"fp32": 2**-23, "bf16": 2**-7, "fp16": 2**-10}[self.half]
 
     @property
     def storage(self) -> str:
-        """What unpinned parameters are stored in."""
         return "fp32" if self.mixed else self.half
 
     @property
     def norm_storage(self) -> str:
-        """What the norms, which are what is pinned, are stored in."""
         return "fp32" if self.pins else self.storage
 
     def plan(self, loss_scaling: Any = None) -> Any:
@@ -89,14 +80,11 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Row:
-    """A Llama under a policy, stepped by an optimizer of this name."""
-
     policy: Policy
     by: str = "adamw_fused"
 
     @property
     def stepper(self) -> Stepper:
-        """What steps it."""
         return STEPPERS[self.by]
 
     @property
@@ -118,7 +106,6 @@ class FamilyRow:
 
     @property
     def of(self) -> Family:
-        """What is trained."""
         return FAMILIES[self.family]
 
     @property

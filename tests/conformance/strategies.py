@@ -33,7 +33,6 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def plain(strategy: str) -> str:
-    """A column's strategy: what is before the ``@``."""
     return strategy.partition("@")[0]
 
 
@@ -43,12 +42,10 @@ def host(strategy: str) -> str:
 
 
 def environment(strategy: str) -> dict[str, str]:
-    """What its processes have to find before their first import."""
     return {HOST: host(strategy)} if "@" in strategy else {}
 
 
 def world(strategy: str) -> int:
-    """How many processes it runs in."""
     return 1 if strategy == "single" else 2
 
 

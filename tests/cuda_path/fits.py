@@ -111,7 +111,6 @@ class Watched(TorchDispatchMode):
         self._real = True
 
     def note(self, what: str) -> None:
-        """The host waits."""
         if self.on:
             where, _, line = site().partition(" ")
             self.waits[f"{what} {where}"] += 1

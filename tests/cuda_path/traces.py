@@ -27,8 +27,6 @@ def _predicted(module: Any, batch: Any, plan: MixedPrecisionPlan, case: Any, acc
 
 @dataclass(frozen=True)
 class Traced:
-    """A small Llama, predicted on both devices."""
-
     precision: str
     strategy: str = "auto"
     ranks: int = 1

@@ -45,8 +45,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _Page(HTMLParser):
-    """The ids of a page, and what it loads."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.ids: set[str] = set()

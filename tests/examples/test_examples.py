@@ -33,7 +33,6 @@ BYTES, TOKENS = math.log(256), math.log(512)
 
 
 def code_of(path: Path) -> tuple[str, list[str]]:
-    """An example's docstring, and the lines below it."""
     text = path.read_text()
     first = ast.parse(text).body[0]
     docstring = ast.get_docstring(ast.parse(text))

@@ -42,8 +42,6 @@ _WRAPPED = {"held": "model.first", "llama": "LlamaDecoderLayer"}
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how."""
-
     model: str
     mode: str
     pins: dict[str, str] = field(default_factory=dict)
@@ -74,8 +72,6 @@ class Carried(Held):
 
 
 class CarriedLanguage(language.Language):
-    """A Llama, likewise."""
-
     def __init__(self) -> None:
         super().__init__(language.llama())
 
@@ -132,14 +128,12 @@ class Watch(Callback):
 
 
 def plan_of(case: str) -> MixedPrecisionPlan:
-    """The plan of a case."""
     mode, pins = CASES[case].mode, CASES[case].pins
     scaling = {"loss_scaling": RULE} if mode.startswith("16") else {}
     return MixedPrecisionPlan(mode, pins=pins, **scaling)
 
 
 def module_of(case: str) -> LightningModule:
-    """The model of a case, as its user made it."""
     return CarriedLanguage() if CASES[case].model == "llama" else Carried()
 
 
@@ -157,15 +151,12 @@ def host(name: str, plan: MixedPrecisionPlan, case: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A run under ``writer`` that is saved on its way; what was seen of it."""
-
     folder: Path
     case: str
     writer: str
 
     @property
     def path(self) -> Path:
-        """The checkpoint."""
         return self.folder / self.case / self.writer / "saved.ckpt"
 
     def run(self) -> dict[str, Any]:
@@ -174,8 +165,6 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on from a checkpoint under ``reader``; what was seen of it."""
-
     path: Path
     case: str
     reader: str
@@ -186,8 +175,6 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Refused:
-    """What a run says of a checkpoint that it cannot go on from."""
-
     resumed: Resumed
 
     def run(self) -> str:

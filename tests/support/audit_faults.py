@@ -48,23 +48,17 @@ class TurnsAutocastOff(nn.Module):
 
 
 class CastsItself(nn.Linear):
-    """A layer that computes in fp16 of its own accord."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             return functional.linear(x.half(), self.weight.half(), self.bias.half()).to(x.dtype)
 
 
 class HalfNorm(nn.LayerNorm):
-    """A norm that runs in half."""
-
     def forward(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x.bfloat16(), (HIDDEN,), self.weight.bfloat16(), self.bias.bfloat16())
 
 
 class OwnRMSNorm(nn.Module):
-    """A norm written out without widening to fp32."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(HIDDEN))
@@ -102,8 +96,6 @@ class _KeepsAverages(torch.optim.SGD):
 
 
 class Replaced(Regression):
-    """It holds a layer of the user's in the place ``index``."""
-
     def __init__(self, index: int, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.net[index] = make()

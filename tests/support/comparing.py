@@ -29,7 +29,6 @@ def same(one: Any, other: Any, within: float = 0.0) -> bool:
 
 
 def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest distance of two numbers in equal places."""
     assert one.keys() == other.keys()
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 

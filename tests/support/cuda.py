@@ -32,7 +32,6 @@ class Resident:
 
 
 def cuda_fit(module: LightningModule, **arguments: Any) -> Trainer:
-    """Train on the GPU, on resident batches unless told otherwise."""
     data, path = arguments.pop("data", None), arguments.pop("ckpt_path", None)
     runner = trainer(**{"accelerator": ACCELERATOR, **arguments})
     runner.fit(module, Resident(batches()) if data is None else data, ckpt_path=path)

@@ -33,7 +33,6 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that the block is, where its first line says so."""
         found = _FILE.match(self.code.partition("\n")[0])
         return found.group(1) if found else None
 
@@ -45,12 +44,10 @@ def pages() -> list[str]:
 
 
 def text(page: str) -> str:
-    """The page as it is written."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def blocks(page: str) -> list[Block]:
-    """The fenced blocks of a page, in order."""
     found: list[Block] = []
     lines = iter(enumerate(text(page).splitlines(), start=1))
     for number, line in lines:
@@ -77,7 +74,6 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def sides(block: Block) -> tuple[str, str]:
-    """The two sides of a diff: what it was, and what it is."""
     lines = block.code.splitlines()
     old = [line[1:] for line in lines if not line.startswith("+")]
     new = [line[1:] for line in lines if not line.startswith("-")]

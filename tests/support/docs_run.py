@@ -85,7 +85,6 @@ def yaml_file(code: str, block: Block) -> None:
 
 
 def options_exist(arguments: Sequence[str], block: Block) -> None:
-    """Whether ``lightning-mp`` has that command and those options."""
     group: Any = typer.main.get_command(app)
     command = group.commands.get(arguments[0]) if not arguments[0].startswith("-") else group
     assert command is not None, f"{block.place}: no command {arguments[0]!r}"
@@ -138,12 +137,10 @@ class Setup:
 
 
 def run_yaml() -> None:
-    """``run.yaml`` of a small project."""
     Path("run.yaml").write_text(RUN, encoding="utf-8")
 
 
 def config_json() -> None:
-    """``config.json`` of a small model, as transformers writes one."""
     from transformers import LlamaConfig
 
     Path("config.json").write_text(LlamaConfig(num_hidden_layers=8).to_json_string(), encoding="utf-8")
@@ -246,7 +243,6 @@ class PageRun:
         self.namespace |= self.setup.prepare() or {}
 
     def block(self, block: Block) -> None:
-        """Do with one block what is done with its kind."""
         code = block.code
         for old, new in self.setup.changes.items():
             code = code.replace(old, new)
@@ -315,7 +311,6 @@ class PageRun:
 
 
 def _called(arguments: list[str]) -> tuple[int, str]:
-    """``lightning-mp`` in this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = CliRunner().invoke(app, arguments)

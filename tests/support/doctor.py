@@ -27,8 +27,6 @@ def found(model: nn.Module, plan: Any = None, *rest: Any, **options: Any) -> dic
 
 
 class Wrapped(LightningModule):
-    """``model`` as a LightningModule, trained by what ``optimizers`` makes of its parameters."""
-
     def __init__(self, model: nn.Module, optimizers: Any = None) -> None:
         super().__init__()
         self.model = model
@@ -43,13 +41,10 @@ class Wrapped(LightningModule):
 
 
 def net() -> nn.Sequential:
-    """Two linear layers without a norm, in sizes that tensor cores like."""
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norms, and what came in."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -62,14 +57,11 @@ class Residual(nn.Module):
 
 
 def resnet() -> nn.Sequential:
-    """A small residual net with ten classes."""
     stem = (nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), Residual(32), Residual(32))
     return nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
 class Tagger(nn.Module):
-    """An LSTM with dropout over embeddings, and ten classes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(100, 32)
@@ -81,7 +73,6 @@ class Tagger(nn.Module):
 
 
 def bert(labels: bool = False) -> nn.Module:
-    """A two-layer BERT with a head for masked words, or for two classes."""
     from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}

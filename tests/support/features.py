@@ -50,7 +50,6 @@ UNITS = MAY_BE_UNUSED | {
 
 
 def data(steps: int = STEPS, rows: int = ROWS) -> DataLoader[Any]:
-    """Global batches of a regression, in a fixed order."""
     x = torch.randn(steps * rows, FEATURES, generator=torch.Generator().manual_seed(7))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=rows)
 
@@ -131,13 +130,11 @@ class Host:
         return quiet_trainer(plugins=[plan], default_root_dir=str(self.folder), **options)
 
     def fit(self, module: Net, ckpt_path: Any = None, **options: Any) -> Any:
-        """Train, and what is left."""
         trainer = self.trainer(**options)
         trainer.fit(module, data(), ckpt_path=ckpt_path)
         return left(trainer, module)
 
     def resume(self, second: Any = adamw, callback: Any = None, max_epochs: int = 2) -> Any:
-        """Four steps, saved; from there to the end of the second epoch, with another optimizer or the same."""
         path, options = self.folder / "saved.ckpt", {"callbacks": [callback()]} if callback else {}
         trainer = self.trainer(max_steps=4, **options)
         trainer.fit(Net(), data())
@@ -147,7 +144,6 @@ class Host:
 
 
 def left(trainer: Trainer, module: Net) -> dict[str, Any]:
-    """What a fit left behind: weights and buffers in full, counts, rates, and what hooks noted."""
     plan: Any = trainer.precision_plugin
     found: dict[str, Any] = {"weights": sharded.whole(module), "seen": module.seen}
     found["counts"] = (plan.applied_steps, plan.skipped_steps, trainer.global_step)
@@ -228,8 +224,6 @@ class Plateau(Net):
 
 
 class WholeBatches(Net):
-    """Every rank has every row."""
-
     def loss(self, batch: Any) -> Tensor:
         return (self(batch[0]).float() - batch[1]).pow(2).mean()
 
@@ -255,8 +249,6 @@ class OneRank(Net):
 
 
 class Wide(Net):
-    """Its head sums in fp32."""
-
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         self.seen["head"] = str(out.dtype)
@@ -334,8 +326,6 @@ class Routed(Net):
 
 
 class Normed(Net):
-    """Statistics are those of each rank's rows."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.middle = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.GELU())
@@ -395,8 +385,6 @@ class Adversaries(Net):
 
 
 class FailsOnce(Net):
-    """Its third backward pass ends in an error, once."""
-
     healed = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -434,7 +422,6 @@ def batch_size_scaler(host: Host) -> dict[str, Any]:
 
 
 def evaluated(host: Host) -> dict[str, Any]:
-    """Between steps and after them."""
     module, trainer = Net(), host.trainer(val_check_interval=4)
     trainer.fit(module, data(), data(2))
     found = left(trainer, module) | {"val_loss": float(trainer.callback_metrics["val_loss"])}
@@ -451,7 +438,6 @@ def best_checkpoint_tested(host: Host) -> dict[str, Any]:
 
 
 def saved_weights_tested(host: Host) -> dict[str, Any]:
-    """Weights alone, in a Trainer and a module of their own."""
     saves = callbacks.ModelCheckpoint(dirpath=host.folder / "weights", save_weights_only=True)
     trainer = host.trainer(callbacks=[saves], enable_checkpointing=True)
     trainer.fit(Net(), data())
@@ -606,8 +592,6 @@ OWN_WINDOWS |= {name for name in FEATURE if name.endswith("in_the_midst_of_a_win
 
 @dataclass(frozen=True)
 class Ran:
-    """One feature on every rank: what it left, or how it ended."""
-
     name: str
     strategy: str
     folder: str

@@ -90,7 +90,6 @@ def plan(recipe: str = "rowwise", checkpointing: Any = None, pins: Any = None, *
 
 
 def run(module: Any, plugin: Any, *, validate: bool = False, data: Any = None, ckpt_path: Any = None, **a: Any) -> Any:
-    """Fit ``module``, 8 steps, and hand it back."""
     data = texts() if data is None else data
     runner = trainer(plugins=[plugin], num_sanity_val_steps=0, **{"limit_val_batches": int(validate), **a})
     runner.fit(module, data, data, ckpt_path=ckpt_path)
@@ -98,7 +97,6 @@ def run(module: Any, plugin: Any, *, validate: bool = False, data: Any = None, c
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two runs' losses and first gradients are equal bit for bit."""
     equal = [torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items()]
     return bool(equal) and all(equal) and one.losses == other.losses
 
@@ -119,7 +117,6 @@ def products() -> Generator[list[tuple[int, ...]], None, None]:
 
 
 def kind(weight: Tensor) -> str:
-    """The name of its class."""
     return type(weight.data).__name__
 
 

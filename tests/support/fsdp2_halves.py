@@ -38,14 +38,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "o
 
 
 def text() -> DataLoader[Tensor]:
-    """Four batches of two rows."""
     ids = torch.randint(VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(3))
     return DataLoader(cast("Any", ids), batch_size=2)
 
 
 class Text(Language):
-    """One of these models."""
-
     models, vocabulary, optimizer = MODELS, VOCABULARY, "adamw"
 
 
@@ -129,8 +126,6 @@ class Asking(Kinds):
 
 
 class Many(Ranked):
-    """Two blocks of :class:`Kinds`, and a head."""
-
     def __init__(self, optimizer: str = "adamw", bad: tuple[int, ...] = ()) -> None:
         super().__init__(bad, optimizer)
         with torch.random.fork_rng(devices=[]):
@@ -139,15 +134,11 @@ class Many(Ranked):
 
 
 class Penalised(Many):
-    """Reads a weight in the step."""
-
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + self.net[2].weight.float().pow(2).sum()
 
 
 class AskingMany(Many):
-    """Blocks of :class:`Asking`."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -156,16 +147,12 @@ class AskingMany(Many):
 
 
 class PastItsPin(Many):
-    """Multiplies with the weight of its head, without calling it."""
-
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + nn.functional.conv1d(batch[0][..., None], self.net[2].weight[..., None]).mean()
 
 
 @dataclass(frozen=True)
 class Read:
-    """What is said of a weight that the step reads."""
-
     module: type[Many] = Penalised
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     #: of the strategy

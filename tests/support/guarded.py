@@ -40,8 +40,6 @@ class Ranked(Breaks):
 
 
 class Sharded(Ranked):
-    """Shards itself, as Lightning's ``ModelParallelStrategy`` wants it."""
-
     def configure_model(self) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -54,7 +52,6 @@ HOSTS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 
 
 def _host(name: str) -> dict[str, Any]:
-    """Trainer arguments: a strategy of Lightning's own."""
     return ddp() if name == "ddp" else on(getattr(sharded_hosts, name)())
 
 
@@ -77,7 +74,6 @@ class Guarded:
 
     @property
     def run_dir(self) -> Path:
-        """Where the guard writes."""
         return self.folder / f"{self.host}_{self.mode}_{self.how}_{self.bad}"
 
     def _fit(self, module: Ranked, **options: Any) -> None:
@@ -106,8 +102,6 @@ class Guarded:
 
 @dataclass(frozen=True)
 class UnderDeepSpeed:
-    """What is said of a guard beside Lightning's own DeepSpeedStrategy."""
-
     folder: Path
 
     def run(self) -> str:
@@ -117,8 +111,6 @@ class UnderDeepSpeed:
 
 @dataclass(frozen=True)
 class NoFolder:
-    """What is said where the first rank cannot make the run's folder."""
-
     folder: Path
 
     def run(self) -> str:
@@ -126,8 +118,6 @@ class NoFolder:
 
 
 class Asks(Callback):
-    """Has every batch replayed at its end, and keeps the answers."""
-
     def __init__(self) -> None:
         self.replayer, self.diagnoses = Replayer(), list[Diagnosis]()
 
@@ -171,7 +161,6 @@ class Rewound:
     planned: bool = False
 
     def _who(self) -> dict[str, Any]:
-        """Who rewinds, and on what."""
         if not self.planned:
             return {"callbacks": [NonFiniteGuard("rewind", run_dir=self.folder)], **_host(self.host)}
         rule = NonFinite(max_consecutive=0, on_budget="rewind", save_batch=True, run_dir=str(self.folder))

@@ -32,8 +32,6 @@ _WAIT: dict[str, Any] = {"timeout": timedelta(seconds=60)}
 
 
 class Ranked(Regression):
-    """Each rank has its own numbers: the batch times 1 + rank."""
-
     def __init__(self) -> None:
         super().__init__(plain_adamw)
 
@@ -42,12 +40,10 @@ class Ranked(Regression):
 
 
 def plain_adamw(parameters: Any) -> AdamW:
-    """AdamW in its plainest form."""
     return AdamW(parameters, lr=LR, eps=1e-4)
 
 
 def norm(tensors: Any) -> float:
-    """The 2-norm of all numbers in ``tensors``."""
     return float(torch.cat([tensor.detach().flatten() for tensor in tensors]).norm())
 
 
@@ -121,8 +117,6 @@ HOSTS: dict[str, Callable[[str], dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Watched:
-    """The rows of TrainingHealth and of LossScaleMonitor on each rank."""
-
     host: str
     mode: str
     folder: Path
@@ -134,7 +128,6 @@ class Watched:
 
 
 def two(host: dict[str, Any]) -> dict[str, Any]:
-    """On two devices."""
     return {"devices": 2, "use_distributed_sampler": False, **host}
 
 
@@ -170,8 +163,6 @@ class Bad:
 
 @dataclass(frozen=True)
 class Totals:
-    """Two ranks with work of their own, read together."""
-
     def run(self) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
 

@@ -15,7 +15,6 @@ VOCABULARY, WIDTH, LENGTH = 32, 16, 6
 
 
 def llama(lora: bool = False, tied: bool = False, **config: Any) -> Any:
-    """A two-layer Llama; its head is tied to its token embeddings where that is asked for."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -26,7 +25,6 @@ def llama(lora: bool = False, tied: bool = False, **config: Any) -> Any:
 
 
 def gpt2(lora: bool = False, dropout: float = 0.0, **config: Any) -> Any:
-    """A two-layer GPT-2; its head is tied to its token embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -78,15 +76,12 @@ def _with_lora(model: nn.Module, targets: list[str], lora: bool) -> nn.Module:
 
 
 def tokens(rows: int = 2) -> Tensor:
-    """Token ids, always the same."""
     return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
 def token_batches(rows: int = 16) -> DataLoader[Tensor]:
-    """Of two rows each."""
     return DataLoader(cast("Any", tokens(rows)), batch_size=2)
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """The causal language model's loss."""
     return model(input_ids=ids, labels=ids).loss

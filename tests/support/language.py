@@ -16,7 +16,6 @@ VOCABULARY, LENGTH, WIDTH = 64, 12, 32
 
 
 def tokens(rows: int = 16, batch_size: int = 4) -> DataLoader[tuple[Tensor, ...]]:
-    """Fixed random token ids (rows, LENGTH)."""
     ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(3))
     return DataLoader(TensorDataset(ids), batch_size=batch_size)
 

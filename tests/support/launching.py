@@ -42,18 +42,15 @@ def environment(**extra: Any) -> dict[str, str]:
 
 
 def script(**options: Any) -> list[str]:
-    """The script and its arguments."""
     given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in options.items()]
     return [str(SCRIPT), *(word for pair in given for word in pair)]
 
 
 def torchrun(*how: str) -> list[str]:
-    """torchrun with its options, up to the script."""
     return [sys.executable, "-m", "torch.distributed.run", *how]
 
 
 def on_loopback() -> tuple[str, ...]:
-    """torchrun's options for two processes here, meeting at a port of their own."""
     return ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
 
 
@@ -102,5 +99,4 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def seen(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks wrote about their runs, by rank."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]

@@ -39,7 +39,6 @@ def backward(model: nn.Module, scaler: GradScaler, step: int, overflow: bool) ->
 
 
 def train(model: nn.Module, optimizer: Optimizer, scaler: GradScaler, trace: list[bool], start: int = 0) -> list[float]:
-    """The scale after each step of the plain loop of torch's documentation."""
     scales = []
     for step, overflow in enumerate(trace, start):
         optimizer.zero_grad()

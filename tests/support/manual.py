@@ -22,11 +22,9 @@ class Manual(Regression):
 
     @property
     def user_scaler(self) -> Any:
-        """The plan's scaler, where there is one, as users reach it."""
         return getattr(self.trainer.precision_plugin, "scaler", None)
 
     def look(self) -> None:
-        """Note the gradients a user would see here."""
         self.true.append({name: p.grad.detach().clone() for name, p in self.named_parameters() if p.grad is not None})
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -51,7 +49,6 @@ def between(what: Callable[[Any, Any], None], name: str = "way") -> Callable[[An
 
 
 def in_turn(module: Any, batch: Any, batch_idx: int) -> None:
-    """Each optimizer of a :class:`Pair` steps on its own loss."""
     for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
         optimizer.zero_grad()
         module.manual_backward(loss)
@@ -79,7 +76,6 @@ class Pair(Manual):
         return loss + InfiniteGradient.apply(weight.float().sum() * 0)
 
     def losses_of(self, batch: Any, batch_idx: int) -> tuple[Tensor, Tensor]:
-        """One loss a net."""
         x, y = batch
         return (
             self.spoiled(self.loss(batch), "net", batch_idx),

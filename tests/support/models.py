@@ -39,7 +39,6 @@ class Regression(LightningModule):
         self.lrs: list[float] = []
 
     def loss(self, batch: Any) -> Tensor:
-        """Mean squared error in fp32."""
         x, y = batch
         return (self.net(x).float() - y.float()).pow(2).mean()
 
@@ -63,8 +62,6 @@ class Regression(LightningModule):
 
 
 class InfiniteGradient(torch.autograd.Function):
-    """The identity, with an infinite gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -75,10 +72,8 @@ class InfiniteGradient(torch.autograd.Function):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two copies are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

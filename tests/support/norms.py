@@ -26,14 +26,11 @@ ZERO = {"zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepsp
 
 
 def conv_net() -> nn.Module:
-    """Batch norms of two kinds."""
     wide = nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Unflatten(1, (2, 4, 4))
     return nn.Sequential(*wide, nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 1))
 
 
 class Normed(LightningModule):
-    """Each rank has its rows of every batch."""
-
     def __init__(self, make: Callable[[], nn.Module] = conv_net, prepare: Callable[[nn.Module], Any] | None = None):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -71,7 +68,6 @@ def host(name: str, plan: MixedPrecisionPlan, **options: Any) -> dict[str, Any]:
 
 
 def run(name: str, mode: str, module: LightningModule, **options: Any) -> dict[str, Any]:
-    """One run of ``STEPS`` batches, and what is left of it."""
     given = {key: options.pop(key) for key in ("pins", "checkpointing") if key in options}
     plan = plan_for(mode, **given)
     trainer = host(name, plan, **options.pop("strategy", {}))
@@ -85,8 +81,6 @@ def run(name: str, mode: str, module: LightningModule, **options: Any) -> dict[s
 
 @dataclass(frozen=True)
 class Run:
-    """A run on every rank."""
-
     host: str
     mode: str = "32-true"
     module: Callable[[], LightningModule] = Normed

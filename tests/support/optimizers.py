@@ -40,7 +40,6 @@ class Around(torch.optim.Optimizer):
 
 
 def partly_fused(parameters: Any) -> AdamW:
-    """A group that is fused and one that is not."""
     first, *others = list(parameters)
     return AdamW([{"params": [first]}, {"params": others, "fused": False}], lr=1e-2, eps=1e-4, fused=True)
 

@@ -25,7 +25,6 @@ def plan_for(mode: str, loss_scaling: LossScaling | None = None, **options: Any)
 
 
 def stock_for(mode: str, device: str = "cpu", **scaling: Any) -> dict[str, Any]:
-    """Trainer arguments for Lightning's own plugin of the same mode."""
     if mode != "16-mixed":
         return {"precision": mode}
     scaler = torch.amp.GradScaler(device, **{"init_scale": CALM_SCALE, **scaling})

@@ -17,12 +17,10 @@ Declared = dict[str, Any] | list[Pin]
 
 
 def declared(spec: Declared) -> list[Pin]:
-    """``{"*norm*": "fp32"}``, or the pins themselves."""
     return spec if isinstance(spec, list) else [Pin(pattern, dtype) for pattern, dtype in spec.items()]
 
 
 def resolve(root: nn.Module, spec: Declared) -> pins.PinMap:
-    """The map of ``spec``; raises PlanError."""
     faults = Faults()
     found = pins.resolve(root, declared(spec), faults)
     faults.raise_if_any()
@@ -30,7 +28,6 @@ def resolve(root: nn.Module, spec: Declared) -> pins.PinMap:
 
 
 def dtypes_by_name(root: nn.Module, spec: Declared) -> dict[str, str]:
-    """Module name → the dtype of the pin that covers it."""
     return {member.name: member.pin.dtype for member in resolve(root, spec).members}
 
 
@@ -48,7 +45,6 @@ def pin(root: nn.Module, spec: Declared, *, mode: str = "bf16-mixed", device: st
 
 
 def stored(root: nn.Module) -> dict[str, torch.dtype]:
-    """Parameter name → dtype."""
     return {name: parameter.dtype for name, parameter in root.named_parameters()}
 
 

@@ -83,7 +83,6 @@ class RankError(AssertionError):
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -220,13 +219,11 @@ class Ranks:
 
 
 def run_ranks(case: Case, world: int = 2, seconds: float = SECONDS) -> list[Any]:
-    """One case in processes of its own; what each returned, by rank."""
     with Ranks(world, seconds) as ranks:
         return ranks.run(case)
 
 
 def _serve(rank: int, world: int, port: int, log: str, line: Connection, environment: dict[str, str]) -> None:
-    """Run what comes along the line, until it is closed."""
     os.setsid()  # a group of its own, to be ended with all it starts
     with Path(log).open("ab") as file:
         os.dup2(file.fileno(), 1)

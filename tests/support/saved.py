@@ -84,8 +84,6 @@ class Held(LightningModule):
 
 
 class HeldLanguage(language.Language):
-    """A Llama whose embeddings are tied."""
-
     def __init__(self, shard: bool = False) -> None:
         super().__init__(language.llama(tie_word_embeddings=True))
         self.shard = shard
@@ -170,7 +168,6 @@ class Kept:
     folder: Path
 
     def path(self, step: int = RECORDED) -> Path:
-        """Of a checkpoint."""
         return self.folder / self.host / f"{step}.ckpt"
 
     def run(self) -> dict[str, Any]:

@@ -40,11 +40,9 @@ class Shared(LightningModule):
         self.losses: list[float] = []
 
     def shares(self) -> list[int]:
-        """Which shares of the data are this process's."""
         return list(range(self.ranks)) if self.ranks else [self.trainer.distributed_sampler_kwargs["rank"]]
 
     def spoiled(self, tensor: Tensor) -> Tensor:
-        """With an infinite gradient, where it is the turn of that."""
         bad = not self.ranks and self.global_rank == BAD_RANK and len(self.losses) in self.bad
         return InfiniteGradient.apply(tensor) if bad else tensor
 
@@ -58,15 +56,12 @@ class Shared(LightningModule):
 
 
 class Language(Shared):
-    """A tiny Llama."""
-
     def __init__(self, kind: str = "llama", meta: bool = False, **options: Any) -> None:
         super().__init__(**options)
         with torch.device("meta" if meta else "cpu"):
             self.model = hf.MODELS[kind]() if kind != "llama" else hf.llama(**HEADS)
 
     def loss_of(self, batch: Any, share: int) -> Tensor:
-        """The language model's loss on one share."""
         return self.spoiled(hf.loss_of(self.model, (batch + share) % hf.VOCABULARY))
 
 
@@ -80,7 +75,6 @@ class Mlp(Shared):
         self.gain = nn.Parameter(torch.ones(3)) if gain else None
 
     def loss_of(self, batch: Any, share: int) -> Tensor:
-        """Mean squared error on one share."""
         x, y = batch
         out = self.down(self.up(self.norm(x * (1 + share))).relu())
         if self.gain is not None:
@@ -89,7 +83,6 @@ class Mlp(Shared):
 
 
 def _data(module: LightningModule) -> Any:
-    """Ten batches of token ids; for the Mlp, those of every test."""
     return hf.token_batches(20) if isinstance(module, Language) else None
 
 
@@ -103,7 +96,6 @@ class Split:
     strategy: dict[str, Any] = field(default_factory=lambda: {"tensor_parallel": 2})
 
     def alone(self, ranks: int) -> dict[str, Any]:
-        """The same on one device."""
         made = self.model(ranks=ranks)
         return trained(self.mode, {}, made, data=_data(made), **deepcopy(self.options))
 
@@ -119,7 +111,6 @@ class Split:
 
 
 def tied(module: Shared) -> bool | None:
-    """Whether a Llama's head and its embeddings are one tensor."""
     if not isinstance(module, Language):
         return None
     model = cast("Any", module.model)
@@ -128,8 +119,6 @@ def tied(module: Shared) -> bool | None:
 
 @dataclass(frozen=True)
 class StartedOnMeta:
-    """A Llama made on the meta device by ranks that draw different numbers."""
-
     def run(self) -> dict[str, Any]:
         torch.manual_seed(rank())
         module, start = Language("tied llama", meta=True), {}
@@ -140,8 +129,6 @@ class StartedOnMeta:
 
 
 class Watched(Regression):
-    """Notes the rows it was given and the random numbers it drew."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.rows = [*getattr(self, "rows", []), *batch[0][:, 0].tolist()]
         self.drawn = torch.rand(3).tolist()
@@ -150,8 +137,6 @@ class Watched(Regression):
 
 @dataclass(frozen=True)
 class Given:
-    """What Lightning's sampler gives each rank, and what each draws after other seeds."""
-
     def run(self) -> dict[str, Any]:
         torch.manual_seed(rank())
         module = Watched()

@@ -16,7 +16,6 @@ from support.models import weights
 
 
 def optimizer_state(trainer: Trainer) -> list[Tensor]:
-    """A copy of every tensor any optimizer keeps, step counts included, in a fixed order."""
     return [
         value.detach().clone()
         for optimizer in trainer.optimizers
@@ -28,7 +27,6 @@ def optimizer_state(trainer: Trainer) -> list[Tensor]:
 
 
 def gradients(module: LightningModule) -> dict[str, Tensor]:
-    """A copy of every gradient that is there."""
     return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -66,7 +64,6 @@ class Trace(Callback):
 
 
 def equal_states(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether two copies of optimizer state are equal bit for bit."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

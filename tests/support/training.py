@@ -63,34 +63,27 @@ class Net(LightningModule):
 
 
 class TruePlan(MixedPrecisionPlan):
-    """A plan of the user's own."""
-
     def __init__(self) -> None:
         super().__init__("bf16-true")
 
 
 class Wide(Net):
-    """One whose layer can multiply in FP8."""
-
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.layer = torch.nn.Linear(width, 16)
 
 
 def loader(rows: int, width: int = 4) -> DataLoader[tuple[Tensor, ...]]:
-    """Fixed random rows of numbers."""
     return DataLoader(TensorDataset(torch.randn(rows, width, generator=torch.Generator().manual_seed(1))), batch_size=4)
 
 
 def run(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ...] = ()) -> list[str]:
-    """Train in this process, which must succeed; what was said."""
     said: list[str] = []
     assert train(arguments, said.append, multirun=multirun, config_dirs=config_dirs) == 0
     return said
 
 
 def refusal(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ...] = ()) -> tuple[Fault, ...]:
-    """The faults of arguments that are refused."""
     with pytest.raises(PlanError) as error:
         train(arguments, print, multirun=multirun, config_dirs=config_dirs)
     assert len(set(error.value.faults)) == len(error.value.faults)
@@ -98,17 +91,14 @@ def refusal(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ..
 
 
 def readings(folder: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(folder: str | Path) -> list[float]:
-    """The training loss of every reading that has one."""
     return [row["train/loss"] for row in readings(folder) if "train/loss" in row]
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> str:
-    """The path of a YAML file of that text."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -13,8 +13,6 @@ CLASSES, LENGTH = 16, 8
 
 
 class Block(nn.Module):
-    """A residual block with a norm before it."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -26,8 +24,6 @@ class Block(nn.Module):
 
 
 class MyModule(LightningModule):
-    """Blocks over embedded tokens, and a head that names one of as many classes."""
-
     def __init__(self, width: int = 32, depth: int = 2, lr: float = 1e-3) -> None:
         super().__init__()
         self.lr = lr
