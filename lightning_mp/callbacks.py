@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning_mp.health.callback import TrainingHealth
     from lightning_mp.health.loss_scale_monitor import LossScaleMonitor
     from lightning_mp.plan.acting import ActivationCheckpointing, DtypePinning, EnableTF32
-    from lightning_mp.precision_audit.callback import PrecisionAudit
+    from lightning_mp.precision_audit.audit import PrecisionAudit
 
 _HOMES = {
     "ActivationCheckpointing": "plan.acting",
@@ -19,7 +19,7 @@ _HOMES = {
     "EnableTF32": "plan.acting",
     "LossScaleMonitor": "health.loss_scale_monitor",
     "NonFiniteGuard": "bad_steps.guard",
-    "PrecisionAudit": "precision_audit.callback",
+    "PrecisionAudit": "precision_audit.audit",
     "TrainingHealth": "health.callback",
     "replay_saved": "bad_steps.handler",
 }

@@ -22,9 +22,8 @@ from lightning_mp.plan.acting import ActingCallback
 from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Verdict, applied_none
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.skip_aware import Override, hold_on_skips
-from lightning_mp.record.callback_utils import StepTracker
 from lightning_mp.record.events import Event
-from lightning_mp.record.run_log import RunDir, WritesRun, is_fresh
+from lightning_mp.record.run_log import RunDir, StepTracker, WritesRun, is_fresh
 
 OnTrip = Literal["skip", "raise", "rewind"]
 _NAME = "NonFiniteGuard"

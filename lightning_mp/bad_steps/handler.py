@@ -33,10 +33,9 @@ from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Diagnosis, Verdict
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.side_run import loss_of, step_output
-from lightning_mp.record.callback_utils import callbacks_of
 from lightning_mp.record.events import Event, Severity
 from lightning_mp.record.run_folder import BATCH_FILES, BATCHES
-from lightning_mp.record.run_log import RunDir, WritesRun, end_run, open_folder
+from lightning_mp.record.run_log import RunDir, WritesRun, callbacks_of, end_run, open_folder
 
 #: steps of a run whose batches are saved: the first ones say most
 MAX_STEPS = 10

@@ -113,7 +113,7 @@ def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) 
     parts = load_parts()
     from lightning_mp.comparison.compare import quiet
     from lightning_mp.plan.side_run import BARE
-    from lightning_mp.precision_audit.callback import PrecisionAudit
+    from lightning_mp.precision_audit.audit import PrecisionAudit
 
     faults = Faults("audit")
     faults.whole("--steps", steps, 1, "leave it out to audit the first step")

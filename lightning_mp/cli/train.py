@@ -145,7 +145,7 @@ def show_readings(trainer: Trainer) -> None:
     from lightning_mp.errors import number
     from lightning_mp.health.callback import TrainingHealth
     from lightning_mp.record import metric_names
-    from lightning_mp.record.callback_utils import callbacks_of
+    from lightning_mp.record.run_log import callbacks_of
 
     health = next((callback for callback in callbacks_of(trainer) if isinstance(callback, TrainingHealth)), None)
     bar: Any = trainer.progress_bar_callback

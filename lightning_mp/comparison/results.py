@@ -19,8 +19,8 @@ from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.record import metric_names
 from lightning_mp.record.report.charts import Panel, draw
 from lightning_mp.record.report.load import Run, Series
-from lightning_mp.record.report.page import atomic_write, document
-from lightning_mp.record.run_folder import to_json
+from lightning_mp.record.report.page import document
+from lightning_mp.record.run_folder import atomic_write, to_json
 
 Verdict = Literal["same", "better", "worse", "undecided"]
 

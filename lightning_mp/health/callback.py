@@ -35,9 +35,8 @@ from lightning_mp.plan.diagnosis import Diagnosis
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.skip_aware import hold_on_skips
 from lightning_mp.record import metric_names
-from lightning_mp.record.callback_utils import StepTracker, callbacks_of, log
 from lightning_mp.record.events import Event, Kind
-from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, is_fresh
+from lightning_mp.record.run_log import RunDir, RunLog, StepTracker, WritesRun, callbacks_of, is_fresh, log
 
 _NAME = "TrainingHealth"
 #: what LightningModules log it under

@@ -13,8 +13,7 @@ from lightning_mp.health.measurement import ToHost, Values
 from lightning_mp.health.scale_sources import SkipCount, scale_source
 from lightning_mp.plan.skip_aware import Override
 from lightning_mp.record import metric_names
-from lightning_mp.record.callback_utils import RunCallback, StepTracker, log
-from lightning_mp.record.run_log import IN_MEMORY, is_fresh
+from lightning_mp.record.run_log import IN_MEMORY, RunCallback, StepTracker, is_fresh, log
 
 
 class LossScaleMonitor(RunCallback):

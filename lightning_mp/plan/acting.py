@@ -18,7 +18,7 @@ from lightning_mp.numerics.dtypes import TORCH_DTYPES, has_tf32, set_tf32, tf32_
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.policy.precision_policy import DTYPES_OF, PinsLike
-from lightning_mp.record.callback_utils import RunCallback
+from lightning_mp.record.run_log import RunCallback
 
 
 class ActingCallback(RunCallback):

@@ -1,17 +1,26 @@
-"""``audit``: what every module of a model or a run has and computes in, compared with what was declared for it."""
+"""``audit`` and ``PrecisionAudit``: the dtypes that modules have and run in, compared with what was declared."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, cast
+from shutil import get_terminal_size
+from typing import Any, Literal
 
 from torch import nn
 
-from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, trainer_of
-from lightning_mp.errors import PlanError
-from lightning_mp.precision_audit.judge import Declaration, Record, active_pins, active_wide, by_trainer
+from lightning_mp.compat.lightning import (
+    LightningModule,
+    Trainer,
+    check_copy,
+    rank_zero_info,
+    rank_zero_warn,
+    trainer_of,
+)
+from lightning_mp.errors import Faults, PlanError
+from lightning_mp.precision_audit.judge import Declaration, by_trainer, carried_pins
 from lightning_mp.precision_audit.observer import (
     Observed,
+    Watch,
+    from_all_ranks,
     modules_of,
     note_gradients,
     note_parameters,
@@ -19,9 +28,13 @@ from lightning_mp.precision_audit.observer import (
     unseen,
 )
 from lightning_mp.precision_audit.report import AuditReport, AuditRow, build
+from lightning_mp.record.run_folder import AUDIT, AUDIT_TABLE, RunFolder
+from lightning_mp.record.run_log import RunDir, WritesRun, callbacks_of, end_run, open_folder
 
-__all__ = ["AuditReport", "AuditRow", "audit"]
+__all__ = ["AuditReport", "AuditRow", "PrecisionAudit", "audit"]
 
+_NAME = "PrecisionAudit"
+_LEAST_WIDTH, _WIDTH = 100, 110
 _NOTHING_RAN = (
     "nothing was run: inputs, outputs and computation are those a PrecisionAudit callback saw, if there was one"
 )
@@ -40,18 +53,15 @@ def audit(model_or_trainer: nn.Module | Trainer) -> AuditReport:
         PlanError: a Trainer that has no module yet.
     """
     check_copy(model_or_trainer, "audit")
-    if isinstance(model_or_trainer, Trainer):
-        return _of_run(model_or_trainer)
-    trainer = trainer_of(model_or_trainer) if isinstance(model_or_trainer, LightningModule) else None
-    if trainer is not None:
+    attached = isinstance(model_or_trainer, LightningModule)
+    trainer = trainer_of(model_or_trainer) if attached else model_or_trainer
+    if isinstance(trainer, Trainer):
         return _of_run(trainer)
-    modules = modules_of(model_or_trainer)
-    first = next(model_or_trainer.parameters(), None)
-    seen = unseen(modules)
-    note_gradients(seen, modules)
-    note_parameters(seen, modules, {})
-    declaration = Declaration(by="nothing but pins", pins=active_pins(modules), wide=active_wide(modules))
-    return build(declaration, [seen], where="cpu" if first is None else first.device.type, notes=(_NOTHING_RAN,))
+    assert isinstance(model_or_trainer, nn.Module)
+    modules, first = modules_of(model_or_trainer), next(model_or_trainer.parameters(), None)
+    declaration = Declaration(by="nothing but pins", **carried_pins(modules))
+    where = "cpu" if first is None else first.device.type
+    return build(declaration, [_present(modules)], where=where, notes=(_NOTHING_RAN,))
 
 
 def _of_run(trainer: Trainer) -> AuditReport:
@@ -59,24 +69,143 @@ def _of_run(trainer: Trainer) -> AuditReport:
     if module is None:
         raise PlanError.of("a Trainer without a module", "call audit(trainer) once fit has begun", "audit")
     modules = modules_of(module)
-    declaration, seen = by_trainer(trainer, modules), unseen(modules)
-    note_parameters(seen, modules, states_of(trainer.optimizers))
-    note_gradients(seen, modules)
-    records = (getattr(callback, "record", None) for callback in cast("Any", trainer).callbacks)
-    record = next((found for found in records if isinstance(found, Record)), None)
-    for name in seen.keys() & record.seen.keys() if record is not None else ():
-        assert record is not None
-        now, then = ((one.declared(name), one.stored(name)) for one in (declaration, record.declaration))
-        _add_record(seen[name], record.seen[name], same=now == then)
+    declaration, seen = by_trainer(trainer, modules), _present(modules, trainer.optimizers)
+    callbacks = (callback for callback in callbacks_of(trainer) if isinstance(callback, PrecisionAudit))
+    record = next((callback.record for callback in callbacks if callback.record is not None), None)
+    if record is not None:
+        declared_then, seen_then = record
+        for name in seen.keys() & seen_then.keys():
+            now, then = ((each.declared(name), each.stored(name)) for each in (declaration, declared_then))
+            seen[name].add_past(seen_then[name], same=now == then)
     where = f"{trainer.strategy.root_device.type}, after {trainer.global_step} steps"
     return build(declaration, [seen], where=where, notes=() if record else (_NOTHING_RAN,))
 
 
-def _add_record(seen: Observed, before: Observed, same: bool) -> None:
-    """Add what only shows while a step runs; what ran under another declaration (a pin removed since) is past."""
-    seen.add(replace(before, trained=set(), frozen=set(), special=set(), grad=seen.grad or before.grad, state=set()))
-    if not seen.state:
-        seen.state |= before.state
-    if not same:
-        for past in (seen.ran, seen.grad, seen.state):
-            past.clear()
+def _present(modules: dict[str, nn.Module], optimizers: Any = ()) -> dict[str, Observed]:
+    """What modules have, without anything that runs."""
+    seen = unseen(modules)
+    note_parameters(seen, modules, states_of(optimizers))
+    note_gradients(seen, modules)
+    return seen
+
+
+class PrecisionAudit(WritesRun):
+    """Records for every module the dtypes of parameters, inputs, outputs, computation, gradients, reductions and state.
+
+    They are compared with what the ``MixedPrecisionPlan``, or Lightning's own plugin, declares. The table is printed,
+    and written to ``audit.json`` and ``audit.md``; a difference warns, or raises. The audit only reads: results are the
+    same with and without it, and no hook is left once it is over. The inside of compiled modules cannot be observed.
+
+    Args:
+        steps: how many optimizer steps are audited, from the first one of the run.
+        on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever rank found it.
+        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
+
+    Attributes:
+        rows: the rows of the last report, :class:`~lightning_mp.precision_audit.report.AuditRow`.
+        report: the last report, ``None`` before the first.
+
+    Raises:
+        PlanError: an invalid argument; while training under ``on_mismatch="raise"``, every difference.
+    """
+
+    _of_run = ("_watch", "_folder")
+
+    def __init__(self, steps: int = 1, on_mismatch: Literal["warn", "raise"] = "warn", run_dir: RunDir = None) -> None:
+        with Faults(_NAME) as faults:
+            faults.whole("steps", steps, 1, "use steps=1 to audit the first step")
+            faults.one_of("on_mismatch", on_mismatch, ("warn", "raise"), "leave it out for 'warn'")
+        self.steps, self.on_mismatch, self.run_dir = steps, on_mismatch, run_dir
+        self.report: AuditReport | None = None
+        #: what was declared and what was observed, for ``lightning_mp.audit(trainer)``
+        self.record: tuple[Declaration, dict[str, Observed]] | None = None
+        self._folder: RunFolder | None = None
+        self._watch: Watch | None = None
+        self._began = 0
+
+    @property
+    def rows(self) -> list[AuditRow]:
+        """A row a module, of the last report."""
+        return [] if self.report is None else list(self.report.rows)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_copy(trainer, _NAME)
+        self._release(trainer)
+        if stage == "fit":
+            self.report = self.record = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the folder, once it is known whether the run resumes.
+
+        Raises:
+            PlanError: another run or PrecisionAudit writes there already.
+        """
+        self._folder = open_folder(trainer, self.run_dir, _NAME)
+
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        """Report on a step that failed, and remove every hook."""
+        try:
+            if self._watch is not None:
+                self._watch.stop()
+                if error is not None:
+                    self._conclude(trainer, self._watch, failed=True)
+        finally:
+            if self._folder is not None:
+                end_run(self._folder, trainer, _NAME, error)
+            self._watch = self._folder = None
+
+    # ------------------------------------------------------------------ the audited steps
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.report is not None:
+            return
+        if self._watch is None:
+            zero = hasattr(trainer.strategy, "deepspeed_engine")
+            self._watch, self._began = Watch(modules_of(pl_module), gradient_hooks=zero), trainer.global_step
+        self._watch.start(trainer)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        if self._watch is not None:
+            self._watch.in_backward = True
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch is not None:
+            self._watch.in_backward = False
+            note_gradients(self._watch.seen, modules_of(pl_module))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            if trainer.global_step >= self._began + self.steps:
+                self._conclude(trainer, self._watch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch is not None:  # a batch that the module's on_train_batch_start left out has no end
+            self._watch.stop()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch is not None:  # fewer steps than ``steps``
+            self._conclude(trainer, self._watch)
+
+    def _conclude(self, trainer: Trainer, watch: Watch, failed: bool = False) -> None:
+        modules, began = modules_of(trainer.lightning_module), self._began
+        note_parameters(watch.seen, modules, states_of(trainer.optimizers))
+        watch.attribute_reductions()
+        declaration = by_trainer(trainer, modules)
+        self._watch, self.record = None, (declaration, watch.seen)
+        steps = f"step {began}" if trainer.global_step <= began + 1 else f"steps {began} to {trainer.global_step - 1}"
+        where = f"{steps}, {trainer.strategy.root_device.type}, {type(trainer.strategy).__name__}"
+        ranks = [watch.seen] if failed else from_all_ranks(watch.seen)  # the others may not have failed
+        report = self.report = build(declaration, ranks, where=where)
+        if self._folder is not None:
+            self._folder.write(AUDIT, report.to_dict())
+            self._folder.text(AUDIT_TABLE, report.to_markdown())
+        if not failed:
+            width = max(_LEAST_WIDTH, get_terminal_size((_WIDTH, 0)).columns)
+            rank_zero_info(f"{_NAME}: {report.to_text(width)}")
+            if self.on_mismatch == "raise":
+                report.raise_if_different()
+        if not report.ok:
+            rank_zero_warn(f"{_NAME}: {report.summary}\n{report.explanation()}")

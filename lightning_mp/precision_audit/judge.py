@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.errors import Faults, pinning
 from lightning_mp.modules import fp8, pins
 from lightning_mp.numerics.dtypes import describe, dtype_name
+from lightning_mp.plan.run import PlanBase
 from lightning_mp.policy import STORAGE_DTYPES, PrecisionPolicy
 from lightning_mp.policy.precision_policy import DTYPES_OF
 from lightning_mp.precision_audit.observer import Observed, Ran
@@ -70,30 +71,29 @@ class Declaration:
 def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaration:
     """What the Trainer's plugin, with the strategy it is on, declares for ``modules``."""
     plugin = trainer.precision_plugin
-    policy = getattr(plugin, "policy", None)
-    if isinstance(policy, PrecisionPolicy):
-        return by_policy(policy, modules, trainer.strategy.root_device, getattr(plugin, "engine", None))
-    return replace(by_stock(plugin, trainer.strategy, modules), wide=active_wide(modules))
+    if isinstance(plugin, PlanBase):
+        return by_policy(plugin.policy, modules, trainer.strategy.root_device, plugin.engine)
+    return by_stock(plugin, trainer.strategy, modules)
 
 
 def by_policy(
     policy: PrecisionPolicy, modules: Mapping[str, nn.Module], device: torch.device, engine: Any = None
 ) -> Declaration:
     """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
-    facts = describe(device)
-    given = modules[""], policy.pins, Faults("audit"), policy.storage_dtype
-    pin_map = pins.resolve(*given) if engine is None else engine.pin_map
+    facts, faults = describe(device), Faults("audit")
+    pin_map = engine.pin_map if engine else pins.resolve(modules[""], policy.pins, faults, policy.storage_dtype)
+    stored, wide = pin_map.dtypes(), {id(member.module): member.pin.dtype for member in pin_map.wide}
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
-    wide, stored = {id(one.module): one.pin.dtype for one in pin_map.wide}, pin_map.dtypes()
-    for module in (one.module for one in pin_map.declared):  # a router's buffer says nothing of what it multiplies
+    for module in (member.module for member in pin_map.declared):  # a router's buffer says nothing of its products
         if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
             pinned[id(module)] = "fp32"
-    converted: set[int] = set()
-    if policy.fp8 is not None:
-        running = None if engine is None else engine.fp8
+    converted: Iterable[nn.Module] = ()
+    if engine and engine.fp8:
+        converted = engine.fp8.converted.values()
+    elif policy.fp8 is not None:
         covered = [member.module for member in pin_map.covered]
-        chosen = fp8.select(modules[""], policy.fp8, covered, Faults("audit"))[1] if running is None else ()
-        converted = set(map(id, running.converted.values() if running else chosen))
+        converted = fp8.select(modules[""], policy.fp8, covered, faults)[1]
+    in_fp8 = set(map(id, converted))
     without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
     return Declaration(
         by=f"MixedPrecisionPlan({policy.precision!r})",
@@ -107,7 +107,7 @@ def by_policy(
         tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
         pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
         wide={name: wide[id(module)] for name, module in modules.items() if id(module) in wide},
-        fp8=frozenset(name for name, module in modules.items() if id(module) in converted),
+        fp8=frozenset(name for name, module in modules.items() if id(module) in in_fp8),
         notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
     )
 
@@ -115,17 +115,17 @@ def by_policy(
 def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
     """What one of Lightning's own plugins does, as its documentation has it; nothing under its FSDP and DeepSpeed."""
     precision = str(plugin.precision)
-    by, bound = f"{type(plugin).__name__}({precision!r})", active_pins(modules)
+    by, carried = f"{type(plugin).__name__}({precision!r})", carried_pins(modules)
     _, half = DTYPES_OF.get(precision, (None, None))
     if half is None or not (isinstance(plugin, _STOCK) or type(plugin) is Precision):
         note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
-        return Declaration(by=by, pins=bound, notes=(note,))
+        return Declaration(by=by, **carried, notes=(note,))
     mixed = precision.endswith("-mixed")
     storage = "fp32" if mixed else half
     own_sum = isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
     return Declaration(
         by=by,
-        pins=bound,
+        **carried,
         compute=half,
         storage=storage,
         reduce=AS_STORED if own_sum or isinstance(strategy, SingleDeviceStrategy) else None,
@@ -135,24 +135,13 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
     )
 
 
-def active_pins(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The pins that modules themselves carry: those of a plan that was applied, or of ``DtypePinning``."""
-    states = {name: module.__dict__.get("_lmp_pin") for name, module in modules.items()}
-    return {name: dtype_name(cast("pins.PinState", state).dtype) for name, state in states.items() if state is not None}
-
-
-def active_wide(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """As ``active_pins``: those whose products sum in fp32."""
-    states = {name: module.__dict__.get("_lmp_wide") for name, module in modules.items()}
-    return {name: dtype_name(state.dtype) for name, state in states.items() if state is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What a callback saw while steps ran, under what was declared then."""
-
-    declaration: Declaration
-    seen: dict[str, Observed]
+def carried_pins(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """``pins`` and ``wide`` as the modules carry them: of a plan that was applied, or of ``DtypePinning``."""
+    states = {"pins": "_lmp_pin", "wide": "_lmp_wide"}
+    return {
+        field: {name: dtype_name(vars(module)[key].dtype) for name, module in modules.items() if vars(module).get(key)}
+        for field, key in states.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,23 +172,22 @@ def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator
     if "fp64" in seen.param and stored == "fp32" and not pinned:
         return  # float64 stays float64 where fp32 is stored
     judged = seen.trained | (seen.frozen if declaration.frozen or pinned else set())
-    state, reduce = (stored if one == AS_STORED else one for one in (declaration.state, declaration.reduce))
+    state, reduce = (stored if dtype == AS_STORED else dtype for dtype in (declaration.state, declaration.reduce))
     half = stored == "fp32" and declaration.compute != "fp32"
     wanted, wrong, cause = _computation(name, seen, declaration)
-    #: column, what is declared, what was found, what of it is right, the likely cause
-    rows: list[tuple[str, str | None, set[str], set[str | None], _Cause]] = [
-        ("param", stored, judged, {stored}, _LOST_PIN if pinned else _NO_MASTERS if half else _CAST),
-        ("compute", wanted, wrong, set(), cause),
-        ("optimizer_state", state, seen.state, {state}, _STATE),
-        ("reduce", reduce, seen.reduce, {reduce}, _REDUCED),
+    wrong_storage = bool(stored and judged - {stored})
+    #: column, what is declared, what was found, whether it differs, the likely cause
+    rows: list[tuple[str, str | None, set[str], object, _Cause]] = [
+        ("param", stored, judged, wrong_storage, _LOST_PIN if pinned else _NO_MASTERS if half else _CAST),
+        # state follows the parameter, and mostly computation
+        ("compute", wanted, wrong, wrong and not (wrong_storage and computed(seen) <= seen.param | {stored}), cause),
+        ("optimizer_state", state, seen.state, seen.state - {state} and not wrong_storage, _STATE),
+        ("reduce", reduce, seen.reduce, seen.reduce - {reduce}, _REDUCED),
     ]
-    different = [row for row in rows if row[1] is not None and row[2] - row[3]]
-    if different and different[0][0] == "param":  # state follows the parameter, and mostly computation
-        follows = {"optimizer_state"} | ({"compute"} if computed(seen) <= seen.param | {stored} else set())
-        different = [row for row in different if row[0] not in follows]
-    for what, wanted, dtypes, _, cause in different:
-        found = joined(dtypes) or ""
-        yield Difference(what, wanted or "", found, cause.reason, _fix(cause, name, found, declaration))
+    for what, declared, dtypes, differs, cause in rows:
+        if declared is not None and differs:
+            found = joined(dtypes) or ""
+            yield Difference(what, declared, found, cause.reason, _fix(cause, name, found, declaration))
 
 
 def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
@@ -217,8 +205,8 @@ def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
 def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[str | None, set[str], _Cause]:
     """What is declared, the dtypes of what ran otherwise, and why; none of a quantized weight, whose kernel chooses."""
     wanted = None if seen.special else declaration.declared(name)
-    ran = [one for one in seen.ran if wanted is not None and not _as_declared(one, name, seen, declaration, wanted)]
-    found, kinds = {dtype for one in ran for dtype in one.dtypes}, {one.kind for one in ran}
+    wrong = [ran for ran in seen.ran if wanted is not None and not _as_declared(ran, name, seen, declaration, wanted)]
+    found, kinds = {dtype for ran in wrong for dtype in ran.dtypes}, {ran.kind for ran in wrong}
     if name in declaration.pins:
         return wanted, found, _PIN_NOT_IN_FORCE
     if name in declaration.fp8:
@@ -261,16 +249,16 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
 # ---------------------------------------------------------------------- likely causes, and what to do
 
 
+_FOUND = "found"
+
+
 class _Cause(NamedTuple):
-    """``pin`` is a dtype that the module may be pinned to instead."""
+    """``pin`` is a dtype that the module may be pinned to instead, or ``_FOUND`` for the one that was found."""
 
     reason: str
     fix: str
     pin: str | None = None
 
-
-#: a pin to the dtype that was found
-_FOUND = "found"
 
 _LOST_PIN = _Cause(
     "its parameters were cast or replaced after the pin was applied (parameter.data = …, load_state_dict(assign=True))",
@@ -300,9 +288,7 @@ _OUTSIDE_AUTOCAST = _Cause(
     pin="fp32",
 )
 _HALF_NORM = _Cause(
-    "its input and its weights were cast to half precision, in its forward or before it",
-    "remove the cast",
-    pin="fp32",
+    "its input and its weights were cast to half precision, in its forward or before it", "remove the cast", pin="fp32"
 )
 _CASTS_ITSELF = _Cause(
     "it casts its inputs or weights itself, or runs under an autocast of another dtype",
@@ -310,8 +296,7 @@ _CASTS_ITSELF = _Cause(
     pin=_FOUND,
 )
 _TF32 = _Cause(
-    "torch's TF32 switches were changed after the run began",
-    "set them with the plan's tf32=, or with EnableTF32, only",
+    "torch's TF32 switches were changed after the run began", "set them with the plan's tf32=, or with EnableTF32, only"
 )
 _STATE = _Cause(
     "the optimizer keeps its state in another dtype, or loaded a state saved in another",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -31,7 +31,7 @@ _PRODUCTS = frozenset((
     "_scaled_grouped_mm", "_efficient_attention_forward", "_flash_attention_forward", *_CONVOLUTIONS, *_RNN,
 ))  # fmt: skip
 _NORMS = frozenset(
-    ("native_layer_norm", "native_group_norm", "_fused_rms_norm", "layer_norm", "group_norm", "rms_norm")
+    ["native_layer_norm", "native_group_norm", "_fused_rms_norm", "layer_norm", "group_norm", "rms_norm"]
 )
 _LOOKUPS = frozenset(("embedding", "embedding_bag", "_embedding_bag"))
 _STATISTICS = frozenset(("mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "rsqrt", "sqrt"))
@@ -39,8 +39,6 @@ _STATISTICS = frozenset(("mean", "var", "var_mean", "std", "std_mean", "linalg_v
 _AS_POINTWISE = frozenset(("mv", "addmv", "dot", "_trilinear", "_prelu_kernel"))
 #: the last two keep a mask finite where a pin casts it
 _COPIES = frozenset(("clone", "copy", "copy_", "fill", "fill_", "zero_", "clamp", "where"))
-
-
 #: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism
 _COLLECTIVES = "c10d"
 #: dtypes of optimizer state by ``id`` of its parameter
@@ -88,13 +86,13 @@ def is_product(name: str) -> bool:
 def _products(name: str, args: tuple[Any, ...]) -> set[str]:
     # The factors come first; what follows (a mask, a scale) does not decide what is multiplied in.
     factors = [item for item in args if isinstance(item, Tensor) and item.is_floating_point()][:2]
-    found = {dtype_name(held_dtype(item)) for item in factors}
-    if "fp32" in found and has_tf32(factors[0].device):
-        cudnn: Any = torch.backends.cudnn
-        kind = "conv" if name in _CONVOLUTIONS else "rnn" if name in _RNN else None
-        switch: Any = getattr(cudnn, kind, cudnn) if kind else torch.backends.cuda.matmul
-        found = found - {"fp32"} | {"tf32" if switch.fp32_precision == "tf32" else "fp32"}
-    return found
+    held = {dtype_name(held_dtype(item)) for item in factors}
+    if "fp32" not in held or not has_tf32(factors[0].device):
+        return held
+    cudnn: Any = torch.backends.cudnn
+    kind = "conv" if name in _CONVOLUTIONS else "rnn" if name in _RNN else None
+    switch: Any = getattr(cudnn, kind, cudnn) if kind else torch.backends.cuda.matmul
+    return held - {"fp32"} | {"tf32"} if switch.fp32_precision == "tf32" else held
 
 
 def dtypes(data: Any) -> set[str]:
@@ -108,7 +106,8 @@ class Observed:
 
     ``trained``, ``frozen`` and ``special`` are those of its own parameters; ``special`` are tensor subclasses
     (quantised weights), which choose their storage themselves. ``ran`` is what was computed in it, its children left
-    out.
+    out. ``hidden``: inside a compiled or scripted region, where no hook can stand. ``sharded``: each rank holds a part
+    of its parameters. ``attends``: it runs torch's plain attention kernel, which makes some products in fp32 by itself.
     """
 
     class_name: str
@@ -121,11 +120,8 @@ class Observed:
     grad: set[str] = field(default_factory=set[str])
     reduce: set[str] = field(default_factory=set[str])
     state: set[str] = field(default_factory=set[str])
-    #: inside a compiled or scripted region, where no hook can stand
     hidden: bool = False
-    #: each rank holds a part of its parameters
     sharded: bool = False
-    #: it runs torch's plain attention kernel, some of whose products are in fp32 by itself
     attends: bool = False
 
     @property
@@ -140,12 +136,18 @@ class Observed:
         for name in ("hidden", "sharded", "attends"):
             setattr(self, name, getattr(self, name) or getattr(other, name))
 
+    def add_past(self, before: Observed, *, same: bool) -> None:
+        """Add what only shows while a step runs; without ``same``, what ran under another declaration is left out."""
+        grad, state = self.grad or before.grad, self.state or before.state
+        self.add(replace(before, trained=set(), frozen=set(), special=set(), grad=grad, state=state))
+        for past in () if same else (self.ran, self.grad, self.state):
+            past.clear()
+
 
 class Watch(TorchDispatchMode):
     """Watches the modules of a model between ``start`` and ``stop``; every hook is gone after ``stop``.
 
-    ``modules`` are named as they are to be reported, the root under ``""``. Operators are seen within ``with watch:``,
-    or within each forward and backward pass of the Trainer given to ``start``. ``gradient_hooks`` looks at gradients as
+    ``modules`` are named as they are to be reported, the root under ``""``. ``gradient_hooks`` looks at gradients as
     they arrive, for engines that leave none in ``.grad`` (ZeRO).
     """
 
@@ -158,8 +160,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, modules: Mapping[str, nn.Module], *, gradient_hooks: bool = False) -> None:
         super().__init__()
-        self._modules, self._gradient_hooks = dict(modules), gradient_hooks
-        self.seen = unseen(self._modules)
+        self._modules, self._gradient_hooks = modules, gradient_hooks
+        self.seen = unseen(modules)
         #: dtypes of gradients summed across ranks, while ``in_backward``
         self.reduced: set[str] = set()
         self.in_backward = False
@@ -167,8 +169,9 @@ class Watch(TorchDispatchMode):
         self._inside: list[str] = []
         self._undo = ExitStack()
 
-    def start(self, trainer: Trainer | None = None) -> None:
+    def start(self, trainer: Trainer) -> None:
         """Put the hooks in place, and look within the passes of ``trainer``."""
+        self._undo.callback(around_passes(trainer, lambda: self))
         for name, module in self._modules.items():
             if name and not self.seen[name].hidden:
                 enter, leave = partial(self._enter, name), partial(self._leave, name)
@@ -180,19 +183,14 @@ class Watch(TorchDispatchMode):
                     grad = self.seen[name].grad
                     hook = parameter.register_hook(lambda gradient, grad=grad: grad.add(dtype_name(gradient.dtype)))
                     self._undo.callback(hook.remove)
-        if trainer is not None:
-            self._undo.callback(around_passes(trainer, lambda: self))
 
     def stop(self) -> None:
-        """Remove every hook; a second call does nothing."""
+        """Remove every hook; may be called again."""
         self._undo.close()
         self._inside.clear()
         self.in_backward = False
 
-    # ------------------------------------------------------------------ what runs
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then note it."""
         result = func(*args, **(kwargs or {}))
         if isinstance(func, OpOverload):  # not a higher-order one
             if func.namespace == _COLLECTIVES:
@@ -209,19 +207,17 @@ class Watch(TorchDispatchMode):
         self.reduced.update(dtype_name(t.dtype) for t in tensors if t.is_floating_point() and t.numel() > 1)
 
     def _note_operator(self, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        name = self._inside[-1] if self._inside else ""
         if not self._inside and in_backward_formula():  # and not in a recomputation there
             return
-        self.seen[name].attends |= func.overloadpacket.__name__ == _IN_PLAIN_ATTENTION
+        name, operator = self._inside[-1] if self._inside else "", func.overloadpacket.__name__
+        self.seen[name].attends |= operator == _IN_PLAIN_ATTENTION
         owns = bool(name) and any(True for _ in self._modules[name].parameters(recurse=False))
         differentiable = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         # Elsewhere only products that training depends on count, not a table of positions made in fp32. A compiled
         # region leaves its products at whatever is around it.
-        if not owns and (self._compiled or not is_product(func.overloadpacket.__name__) or not differentiable):
-            return
-        ran = read(func, args, result)
-        if ran is not None:
-            self.seen[name].ran.add(ran)
+        if owns or (not self._compiled and is_product(operator) and differentiable):
+            ran = read(func, args, result)
+            self.seen[name].ran.update([ran] if ran else [])
 
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():  # a function compiled by the user: leave no trace in its graph
@@ -249,17 +245,15 @@ class Watch(TorchDispatchMode):
 def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module], states: States) -> None:
     """Look at what is stored: the modules' own parameters, and their optimizer state."""
     for name, module in modules.items():
-        one, quantized = seen[name], uncastable(module)
+        observed, quantized = seen[name], uncastable(module)
         for parameter in module.parameters(recurse=False):
             # bitsandbytes casts the frozen bias of a quantized weight itself
-            own = id(parameter) in quantized or (quantized and not parameter.requires_grad)
-            if own or not parameter.is_floating_point():
-                kind = one.special
-            else:
-                kind = one.trained if parameter.requires_grad else one.frozen
+            special = id(parameter) in quantized or (quantized and not parameter.requires_grad)
+            kind = observed.trained if parameter.requires_grad else observed.frozen
+            kind = observed.special if special or not parameter.is_floating_point() else kind
             kind.add(dtype_name(parameter.dtype))
-            one.sharded |= hasattr(parameter, "to_local")
-            one.state |= states.get(id(parameter), set())
+            observed.sharded |= hasattr(parameter, "to_local")
+            observed.state |= states.get(id(parameter), set())
 
 
 def note_gradients(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module]) -> None:
@@ -272,23 +266,14 @@ def note_gradients(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module
 
 def unseen(modules: Mapping[str, nn.Module]) -> dict[str, Observed]:
     """Nothing seen yet of any module."""
-    hidden = _hidden(modules[""])
+    hidden: set[int] = set()  # in compiled and scripted regions, where a hook would be compiled along, and stay
+    for module in modules[""].modules():
+        wrapped = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
+        if wrapped or is_compiled(module) or lightning.is_compiled(module):
+            hidden.update(map(id, module.modules()))
     return {
         name: Observed(original_class(module).__name__, hidden=id(module) in hidden) for name, module in modules.items()
     }
-
-
-def _hidden(root: nn.Module) -> set[int]:
-    """``id`` of the modules in compiled and scripted regions: a hook there would be compiled along, and stay."""
-    found: set[int] = set()
-    for module in root.modules():
-        wrapped = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
-        if wrapped or is_compiled(module) or lightning.is_compiled(module):
-            found.update(map(id, module.modules()))
-    return found
-
-
-# ---------------------------------------------------------------------- modules and optimizer state of a run
 
 
 def modules_of(root: nn.Module) -> dict[str, nn.Module]:
@@ -298,13 +283,12 @@ def modules_of(root: nn.Module) -> dict[str, nn.Module]:
 
 def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
     """Dtypes of optimizer state by ``id`` of the parameter; counts and coefficients are left out."""
-    found: dict[int, set[str]] = {}
-    for optimizer in optimizers:
-        for parameter, state in _states(optimizer):
-            held = {key: one for key, one in state.items() if isinstance(one, Tensor) and key != "step"}
-            shaped = [one for one in held.values() if one.is_floating_point() and (one.dim() or not parameter.dim())]
-            found.setdefault(id(parameter), set()).update(dtype_name(one.dtype) for one in shaped)
-    return found
+    dtypes_of: dict[int, set[str]] = {}
+    for parameter, state in (pair for optimizer in optimizers for pair in _states(optimizer)):
+        held = [value for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
+        shaped = [value for value in held if value.is_floating_point() and (value.dim() or not parameter.dim())]
+        dtypes_of.setdefault(id(parameter), set()).update(dtype_name(value.dtype) for value in shaped)
+    return dtypes_of
 
 
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:

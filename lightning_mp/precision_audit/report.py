@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -94,46 +95,44 @@ class AuditReport:
 
     def to_text(self, width: int = 110) -> str:
         """The table for a terminal of ``width`` characters; repeated layers that are alike share a line."""
-        lines = [(f"{' ' if row.ok else '!'} {name}", row.cells()) for name, row in _lines(self.rows)]
-        columns = list(zip(*(cells for _, cells in lines), strict=True))
-        # a narrow terminal has no room for what is said of every module alike
-        alike = [at for at, column in enumerate(columns) if width < _WIDE and len(lines) > 1 == len(set(column))]
+        rows = [[f"{' ' if row.ok else '!'} {name}", *row.cells()] for name, row in self._lines()]
+        columns = {head: [row[place] for row in rows] for place, head in enumerate(_HEADS)}
+        narrow = width < _WIDE and len(rows) > 1  # it has no room for what is said of every module alike
+        alike = [f"{head} {cells[0]}" for head, cells in columns.items() if narrow and len(set(cells)) == 1]
+        columns = {head: cells for head, cells in columns.items() if not (narrow and len(set(cells)) == 1)}
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("  module", overflow="fold")
-        for at, head in enumerate(_HEADS[1:]):
-            if at not in alike:
-                table.add_column(head, no_wrap=True)
-        for name, cells in lines:
-            table.add_row(name, *(cell for at, cell in enumerate(cells) if at not in alike))
-        every = ", ".join(f"{_HEADS[1 + at]} {columns[at][0]}" for at in alike)
+        for head in list(columns)[1:]:
+            table.add_column(head, no_wrap=True)
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*row)
+        head = [self.summary] + ([f"  every module: {', '.join(alike)}"] if alike else [])
         text = io.StringIO()
         console = Console(file=text, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-        console.print(self.summary, *([f"  every module: {every}"] if alike else []), table, *self._below(), sep="\n")
+        console.print(*head, table, *self._below(), sep="\n")
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_markdown(self) -> str:
         """The same as a markdown table, with what differs and the notes below it."""
         heads = [*_HEADS, "ok"]
-        rows = [[f"`{name}`", *row.cells(), "yes" if row.ok else "**no**"] for name, row in _lines(self.rows)]
+        rows = [[f"`{name}`", *row.cells(), "yes" if row.ok else "**no**"] for name, row in self._lines()]
         table = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
         parts = [[f"{self.summary}."], table, [f"- {fault}" for fault in self._faults().found]]
         parts.append([f"> {note}".replace("> * ", "> \\* ") for note in self._below()])
         return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
+    def _lines(self) -> Iterator[tuple[str, AuditRow]]:
+        rows = {row.module: row for row in self.rows}
+        for label, first in grouped({name: (row.ok, *row.cells()) for name, row in rows.items()}):
+            yield label, rows[first]
+
     def _below(self) -> list[str]:
-        star = [_STAR] if any(row.starred for row in self.rows) else []
-        return [*star, *self.notes]
+        return [*([_STAR] if any(row.starred for row in self.rows) else []), *self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values: what ``audit.json`` holds."""
-        return {
-            "ok": self.ok,
-            "summary": self.summary,
-            "declared_by": self.declared_by,
-            "where": self.where,
-            "notes": list(self.notes),
-            "rows": [row.to_dict() for row in self.rows],
-        }
+        about = {"declared_by": self.declared_by, "where": self.where, "notes": list(self.notes)}
+        return {"ok": self.ok, "summary": self.summary, **about, "rows": [row.to_dict() for row in self.rows]}
 
     def raise_if_different(self) -> None:
         """Raise if any module differs.
@@ -148,12 +147,18 @@ class AuditReport:
         return "\n".join(f"  {number}. {fault}" for number, fault in enumerate(self._faults().found, start=1))
 
     def _faults(self) -> Faults:
-        faults = Faults("PrecisionAudit")
-        for names, row in _alike(self.rows):
-            for difference in row.differences:
-                where = f" on rank {', '.join(map(str, row.ranks))}" if row.ranks else ""
+        """Those of modules that differ in the same way are one."""
+        faults, groups = Faults("PrecisionAudit"), defaultdict[Any, list[str]](list)
+        for row in self.rows:
+            groups[row.differences, row.ranks].append(_shown(row.module))
+        for (differences_, ranks), modules in groups.items():
+            names = modules if len(modules) <= _NAMES else [label for label, _ in grouped(dict.fromkeys(modules))]
+            more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
+            named = ", ".join(names[:_NAMES] + more) + (f" ({len(modules)} modules)" if len(names) > 1 else "")
+            where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+            for difference in differences_:
                 faults.add(
-                    f"{names} {_WITH[difference.what]} {difference.found}{where}",
+                    f"{named} {_WITH[difference.what]} {difference.found}{where}",
                     allowed=f"{difference.declared}, as {self.declared_by} declares. Likely cause: {difference.reason}",
                     fix=difference.fix,
                 )
@@ -171,21 +176,23 @@ _WITH = {
 }
 #: names that are written out
 _NAMES = 12
+#: the number of a layer; one at the end is left alone: what a ``Sequential`` holds need not be alike
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _alike(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
-    """Differing rows, those that differ in the same way under one heading."""
-    groups: dict[Any, list[AuditRow]] = {}
-    for row in rows:
-        if not row.ok:
-            groups.setdefault((row.differences, row.ranks), []).append(row)
-    for members in groups.values():
-        names = [shown(row.module) for row in members]
-        if len(names) > _NAMES:
-            names = [name for name, _ in grouped(dict.fromkeys(names))]
-        more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
-        count = f" ({len(members)} modules)" if len(names) > 1 else ""
-        yield ", ".join(names[:_NAMES] + more) + count, members[0]
+def _shown(module: str) -> str:
+    return module or "(the root module)"
+
+
+def grouped(keys: Mapping[str, Hashable]) -> list[tuple[str, str]]:
+    """Names of equal keys that differ in the numbers of layers alone as one, with how many; each with the first."""
+    groups = defaultdict[Any, list[str]](list)
+    for name, key in keys.items():
+        groups[_INDEX.sub("*", name), key].append(name)
+    return [
+        (f"{form} ({len(names)})" if len(names) > 1 else _shown(names[0]), names[0])
+        for (form, _), names in groups.items()
+    ]
 
 
 def build(
@@ -193,15 +200,15 @@ def build(
 ) -> AuditReport:
     """Judge what each rank saw; a module's row shows what all of them did."""
     rows: list[AuditRow] = []
-    for name in ranks[0]:
+    for name, first in ranks[0].items():
         seen = [rank[name] for rank in ranks if name in rank]
-        found = [tuple(differences(name, one, declaration)) for one in seen]
-        wrong = tuple(rank for rank, one in enumerate(found) if one)
-        if not seen[0].param and not wrong:
+        by_rank = [tuple(differences(name, observed, declaration)) for observed in seen]
+        wrong = tuple(rank for rank, different in enumerate(by_rank) if different)
+        if not first.param and not wrong:
             continue
-        every = Observed(seen[0].class_name)
-        for one in seen:
-            every.add(one)
+        every = Observed(first.class_name)
+        for observed in seen:
+            every.add(observed)
         row = AuditRow(
             module=name,
             declared=declaration.declared(name),
@@ -209,37 +216,11 @@ def build(
             compute=joined(computed(every)),
             optimizer_state=joined(every.state),
             ok=not wrong,
-            differences=tuple(dict.fromkeys(chain(*found))),
+            differences=tuple(dict.fromkeys(chain(*by_rank))),
             ranks=wrong if len(wrong) < len(ranks) else (),
         )
         rows.append(row)
-    hidden = sum(rank_seen.hidden and bool(rank_seen.param) for rank_seen in ranks[0].values())
+    hidden = sum(observed.hidden and bool(observed.param) for observed in ranks[0].values())
     where_hidden = "of compiled or scripted regions: what runs there, or is multiplied outside of modules, is not seen"
     said = (*declaration.notes, *notes, *([f"{counted(hidden, 'module')} {where_hidden}"] if hidden else []))
     return AuditReport(tuple(rows), declaration.by, where, said)
-
-
-# ---------------------------------------------------------------------- names
-
-#: the number of a layer; one at the end is left alone: what a ``Sequential`` holds need not be alike
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-def shown(module: str) -> str:
-    """A module's name; the root has none."""
-    return module or "(the root module)"
-
-
-def grouped(keys: Mapping[str, Hashable]) -> list[tuple[str, str]]:
-    """Names of equal keys that differ in the numbers of layers alone as one, with how many; each with the first."""
-    groups: dict[Hashable, list[str]] = {}
-    for name, key in keys.items():
-        groups.setdefault((_INDEX.sub("*", name), key), []).append(name)
-    forms = ((_INDEX.sub("*", names[0]), names) for names in groups.values())
-    return [(f"{form} ({len(names)})" if len(names) > 1 else shown(names[0]), names[0]) for form, names in forms]
-
-
-def _lines(rows: Sequence[AuditRow]) -> Iterator[tuple[str, AuditRow]]:
-    by_name = {row.module: row for row in rows}
-    for name, first in grouped({row.module: (row.ok, *row.cells()) for row in rows}):
-        yield name, by_name[first]

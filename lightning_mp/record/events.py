@@ -52,7 +52,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values."""
-        return {**asdict(self), "evidence": dict(self.evidence)}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Event:

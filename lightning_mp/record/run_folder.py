@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,11 @@ class RunFolder:
     a folder that was removed) is warned of once, and the run goes on.
     """
 
-    def __init__(self, path: Path, owner: object, lock: FileLock) -> None:
+    def __init__(self, path: Path, owner: object) -> None:
         self.path = path
         #: whether run.json says already that the run failed
         self.failed = False
-        self._owner, self._lock = owner, lock
+        self._owner, self._lock = owner, FileLock(path / _LOCK)
         self._writers: set[str] = set()
         self._warned = False
 
@@ -76,28 +76,26 @@ class RunFolder:
             PlanError: a second ``writer`` of this run is writing there.
             OSError: the folder cannot be made or locked.
         """
-        folder = Path(path).resolve()
-        found = _open.get(folder)
-        if found is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            found = cls(folder, owner, FileLock(folder / _LOCK))
+        path = Path(path).resolve()
+        folder = _open.get(path)
+        if folder is None or folder._owner is not owner:
+            path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path, owner)
             try:
-                found._lock.acquire(timeout=0)
+                folder._lock.acquire(timeout=0)
             except Timeout:
-                raise InUseError.of(f"Another run is writing to {folder}", _OWN, writer) from None
+                raise InUseError.of(f"Another run is writing to {path}", _OWN, writer) from None
             try:
-                found._begin(writer, resumed_at, new)
+                folder._begin(writer, resumed_at, new)
             except (OSError, PlanError):
-                found._release()
+                folder._release()
                 raise
-            _open[folder] = found
-        if found._owner is not owner:
-            raise InUseError.of(f"Another run is writing to {folder}", _OWN, writer)
-        if writer in found._writers:
+            _open[path] = folder
+        if writer in folder._writers:
             fix = "remove one, or give each a run_dir= of its own"
-            raise PlanError.of(f"Two {writer} callbacks write to {folder}", fix, writer)
-        found._writers.add(writer)
-        return found
+            raise PlanError.of(f"Two {writer} callbacks write to {path}", fix, writer)
+        folder._writers.add(writer)
+        return folder
 
     def _begin(self, writer: str, resumed_at: int | None, new: bool) -> None:
         ours = is_ours(self.path)
@@ -111,9 +109,17 @@ class RunFolder:
             for path in (*(self.path / BATCHES).glob(BATCH_FILES), *(self.path / name for name in _FILES)):
                 path.unlink(missing_ok=True)
         if not (self.path / RUN).exists():
-            self._replace(RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
+            atomic_write(self.path / RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
 
-    # ------------------------------------------------------------------ writing
+    def _drop_from(self, step: int) -> None:
+        """Drop the readings that will be made again, and a last line that a run cut off when it was killed."""
+        for path in (path for path in (self.path / METRICS, self.path / EVENTS) if path.is_file()):
+            kept: list[str] = []
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):
+                    row = json.loads(line)
+                    kept += [line + "\n"] if path.name == EVENTS or not made_again(row, step) else []
+            atomic_write(path, "".join(kept))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a reading."""
@@ -129,7 +135,8 @@ class RunFolder:
 
     def text(self, name: str, text: str) -> None:
         """Write the file ``name``, whole or not at all."""
-        self._attempt(lambda: self._replace(name, text))
+        with self._warns_once():
+            atomic_write(self.path / name, text)
 
     def close(self, writer: str) -> None:
         """``writer`` is done; the last one releases the folder."""
@@ -143,9 +150,10 @@ class RunFolder:
             (self.path / _LOCK).unlink(missing_ok=True)
         self._lock.release()
 
-    def _attempt(self, write: Callable[[], object]) -> None:
+    @contextmanager
+    def _warns_once(self) -> Generator[None, None, None]:
         try:
-            write()
+            yield
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -153,46 +161,28 @@ class RunFolder:
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         line = (to_json(values) + "\n").encode()
-        self._attempt(lambda: _append(self.path / name, line))
-
-    def _replace(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.tmp"
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path / name)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-
-    def _drop_from(self, step: int) -> None:
-        """Drop the readings of ``step`` and later ones, but the validation before ``step``, which is not run again."""
-        for name in (METRICS, EVENTS):
-            path = self.path / name
-            if path.is_file():
-                kept = [line for line in path.read_bytes().splitlines() if _is_kept(line, step, name)]
-                self._replace(name, "".join(f"{line.decode()}\n" for line in kept))
-
-
-def _is_kept(line: bytes, resumed_at: int, name: str) -> bool:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return False  # the last line of a run that was killed while it wrote
-    return name == EVENTS or not made_again(row, resumed_at)
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Add a line to a file, or nothing of it."""
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            if file.write(line) != len(line):
-                raise OSError(f"no space for all of a line in {path.name}")
-        except OSError:
-            with suppress(OSError):
+        with self._warns_once(), (self.path / name).open("ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line) != len(line):  # the disk is full: all of a line is written, or nothing
                 file.truncate(end)
-            raise
+                raise OSError(f"no space for all of a line in {name}")
+
+
+def atomic_write(target: Path, text: str) -> None:
+    """Write a text file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = target.with_name(f".{target.name}.tmp")
+    try:
+        # what is read from a file may hold half a character, which becomes a question mark
+        part.write_bytes(text.encode("utf-8", errors="replace"))
+        part.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def made_again(row: Mapping[str, Any], resumed_at: int) -> bool:

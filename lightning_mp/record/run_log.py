@@ -1,4 +1,7 @@
-"""What a monitor writes: the run's folder (rank 0), every logger, the console, and rows and events in memory."""
+"""What monitoring callbacks share: the steps they look at, a run's end, and what they write.
+
+That is the run's folder (rank 0), every logger, the console, and rows and events in memory.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,24 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_mp.compat.lightning import LightningModule, Trainer, logged_step, rank_zero_info
+from lightning_mp.compat import require_versions
+from lightning_mp.compat.lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    accumulates,
+    logged_step,
+    rank_zero_info,
+)
 from lightning_mp.errors import PlanError
 from lightning_mp.numerics.dtypes import describe
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.record import metric_names
-from lightning_mp.record.callback_utils import RunCallback, log
 from lightning_mp.record.events import Event
 from lightning_mp.record.run_folder import RUN, InUseError, RunFolder, is_ours, made_again
 
@@ -149,6 +159,65 @@ def _is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
+class RunCallback(Callback):
+    """A callback that gives up what belongs to a run when it is over or has failed; a copy has nothing of it."""
+
+    #: the attributes that a copy (a spawned process, a sweep) does not take along
+    _of_run: tuple[str, ...] = ()
+
+    def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
+        """Give up what belongs to the run, which has ended or failed; may be called again."""
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The run is over."""
+        self._release(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The run has failed: Lightning calls no ``teardown`` of a callback then."""
+        self._release(trainer, exception)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **dict.fromkeys(self._of_run)}
+
+
+class StepTracker:
+    """Finds out from a callback's hooks in which training batches an optimizer steps, however it is stepped.
+
+    A step is known by ``global_step`` as ``training_step`` sees it: the number of steps tried before it.
+    """
+
+    def __init__(self) -> None:
+        require_versions("callbacks", "lightning")
+        #: of the batch at hand
+        self.step = 0
+        self._pending = self._tried = False
+
+    def batch_starts(self, trainer: Trainer) -> None:
+        """For ``on_train_batch_start``."""
+        self.step = trainer.global_step
+
+    def backward(self) -> None:
+        """For ``on_before_backward``: without one since the last step, ``training_step`` returned None."""
+        self._pending = True
+
+    def begins(self, trainer: Trainer) -> bool:
+        """For ``on_before_optimizer_step``: whether an optimizer is really about to step, in training."""
+        within_window = trainer.strategy.handles_gradient_accumulation and accumulates(trainer)
+        if within_window or not (self._pending and trainer.training):
+            return False
+        if trainer.lightning_module.automatic_optimization:
+            self._pending = False
+        self._tried = True
+        return True
+
+    def batch_ends(self) -> bool:
+        """For ``on_train_batch_end``: whether an optimizer stepped in the batch."""
+        tried, self._tried = self._tried, False
+        if tried:
+            self._pending = False
+        return tried
+
+
 class WritesRun(RunCallback):
     """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there.
 
@@ -222,6 +291,18 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The callbacks of a run."""
+    return cast("Any", trainer).callbacks
+
+
+def log(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
+    """Send ``values`` to every logger; ``step`` is :func:`logged_step` as it was when they were measured."""
+    if values and trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(values), step=step)
 
 
 class RunLog:

@@ -255,10 +255,7 @@ def test_a_resumed_run_takes_the_counts_up(guard: Any, tmp_path: Path) -> None:
     fit(Breaks("loss", (1, 3)), callbacks=[first, SaveAt(tmp_path / "saved", 4)], data=ResumableBatches())
     with pytest.raises(NonFiniteError) as caught:
         fit(
-            Breaks("loss", (4, 5)),
-            callbacks=[second],
-            data=ResumableBatches(),
-            ckpt_path=tmp_path / "saved" / "4.ckpt",
+            Breaks("loss", (4, 5)), callbacks=[second], data=ResumableBatches(), ckpt_path=tmp_path / "saved" / "4.ckpt"
         )
     assert caught.value.step == 5  # the skip of step 3 counts too
     assert (second.skipped_steps, second.applied_steps) == (4, 2)

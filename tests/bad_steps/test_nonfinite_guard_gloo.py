@@ -69,8 +69,7 @@ def test_in_a_window_of_four_the_bad_batch_is_named(ranks: Ranks, folder: Path, 
 
 
 @pytest.mark.parametrize(
-    ("host", "planned"),
-    [*((host, False) for host in ("ddp", "fsdp2", "fsdp1")), *((host, True) for host in HOSTS)],
+    ("host", "planned"), [*((host, False) for host in ("ddp", "fsdp2", "fsdp1")), *((host, True) for host in HOSTS)]
 )
 def test_a_rewind_brings_every_rank_back(ranks: Ranks, tmp_path: Path, host: str, planned: bool) -> None:
     for result in ranks.run(Rewound(host, tmp_path, planned)):

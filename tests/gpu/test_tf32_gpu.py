@@ -11,7 +11,7 @@ import torch
 
 from lightning_mp import MixedPrecisionPlan, PlanError
 from lightning_mp.callbacks import EnableTF32
-from lightning_mp.precision_audit.callback import PrecisionAudit
+from lightning_mp.precision_audit.audit import PrecisionAudit
 from support.cuda import Resident, cuda_fit
 from support.language import Language, llama, tokens
 from support.models import Regression, same_weights, weights

@@ -16,18 +16,8 @@ from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.health import measurement
-from lightning_mp.health.measurement import (
-    Shard,
-    ToHost,
-    copied,
-    memory,
-)
-from lightning_mp.health.scale_sources import (
-    DeepSpeedSource,
-    ScaleSource,
-    SkipCount,
-    StockSource,
-)
+from lightning_mp.health.measurement import Shard, ToHost, copied, memory
+from lightning_mp.health.scale_sources import DeepSpeedSource, ScaleSource, SkipCount, StockSource
 from lightning_mp.health.throughput import CountFlops
 from support.language import LENGTH, VOCABULARY, WIDTH, gpt2
 from support.loops import OPTIMIZERS, backward, net

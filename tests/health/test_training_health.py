@@ -179,12 +179,7 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
     for logger in loggers:
         with (Path(logger.log_dir) / "metrics.csv").open() as file:
             written = list(csv.DictReader(file))
-        for name in (
-            metric_names.LOSS,
-            metric_names.GRAD_NORM,
-            metric_names.LOSS_SCALE,
-            metric_names.LR,
-        ):
+        for name in (metric_names.LOSS, metric_names.GRAD_NORM, metric_names.LOSS_SCALE, metric_names.LR):
             points = [(int(row["step"]), float(row[name])) for row in written if row[name]]
             assert points == [(row[metric_names.STEP], pytest.approx(row[name])) for row in mine.rows]
 

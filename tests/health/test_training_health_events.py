@@ -20,12 +20,7 @@ from torch.optim import LBFGS
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFiniteError, PlanError
-from lightning_mp.callbacks import (
-    DtypePinning,
-    NonFiniteGuard,
-    PrecisionAudit,
-    TrainingHealth,
-)
+from lightning_mp.callbacks import DtypePinning, NonFiniteGuard, PrecisionAudit, TrainingHealth
 from lightning_mp.record import metric_names
 from support import audit_faults
 from support.manual import Pair, in_turn

@@ -11,8 +11,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_mp import PlanError
-from lightning_mp.precision_audit.audit import audit
-from lightning_mp.precision_audit.callback import PrecisionAudit
+from lightning_mp.precision_audit.audit import PrecisionAudit, audit
 from lightning_mp.precision_audit.judge import Difference
 from lightning_mp.precision_audit.report import AuditReport, AuditRow, grouped
 from support.models import Regression
@@ -139,10 +138,7 @@ def test_repeated_layers_share_a_line(names: list[str], wanted: list[str]) -> No
 def test_only_layers_that_are_alike_share_a_line() -> None:
     rows = [replace(ROW, module=f"h.{i}.fc", compute="fp32" if i == 2 else "bf16", ok=i != 2) for i in range(4)]
     text = AuditReport(tuple(rows), "a plan").to_text()
-    assert [line.split()[:2] for line in text.splitlines() if "h." in line] == [
-        ["h.*.fc", "(3)"],
-        ["!", "h.2.fc"],
-    ]
+    assert [line.split()[:2] for line in text.splitlines() if "h." in line] == [["h.*.fc", "(3)"], ["!", "h.2.fc"]]
 
 
 def test_the_text_of_a_small_report() -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_mp import make_strategy
-from lightning_mp.precision_audit.audit import audit
-from lightning_mp.precision_audit.callback import PrecisionAudit
+from lightning_mp.precision_audit.audit import PrecisionAudit, audit
 from support.language import Language, llama, tokens
 from support.models import Regression
 from support.oracles import plan_for

@@ -1,9 +1,8 @@
-"""What a report shows of runs: a few figures, and charts whose readings and marks the page's script draws."""
+"""The charts of a report, whose readings and marks the page's script draws."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 from markupsafe import escape
 
-from lightning_mp.errors import counted, number
+from lightning_mp.errors import number
 from lightning_mp.record import metric_names as names
 from lightning_mp.record.events import SEVERITIES
 from lightning_mp.record.report.load import Run, Series
@@ -25,63 +24,7 @@ Scale = Literal["linear", "log", "log2", "share"]
 # Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 NOTHING = "-"
-_RATES = ((names.TOKENS_PER_S, "tokens/s"), (names.SAMPLES_PER_S, "samples/s"))
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """What it is, its value as it is shown, a few words on where it comes from, and the number itself."""
-
-    name: str
-    value: str = NOTHING
-    detail: str = "not recorded"
-    unit: str = ""
-    number: float | None = None
-
-
-def figures(run: Run) -> list[Figure]:
-    """The same figures in the same order for every run; what is not known has the value of a dash."""
-    skips, peaks = run.finite(names.SKIPPED_STEPS), run.finite(names.MEMORY_PEAK)
-    rates = next(((run.finite(name), unit) for name, unit in _RATES if run.finite(name)), None)
-    errors, notices = sum(event.severity == "error" for event in run.alerts), len(run.events) - len(run.alerts)
-    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
-    rate, memory, skipped = (Figure(name) for name in ("median throughput", "peak memory", "skipped steps"))
-    if rates is not None:
-        median = statistics.median(rates[0])
-        rate = Figure(rate.name, number(median), "over all readings", rates[1], median)
-    if peaks:
-        highest, small = max(peaks), max(peaks) < 1
-        value = f"{highest * 1024:.0f}" if small else f"{highest:.3g}"
-        memory = Figure(memory.name, value, "peak", "MiB" if small else "GiB", highest)
-    if skips:
-        skipped = Figure(skipped.name, number(skips[-1]), "in total", number=skips[-1])
-    return [
-        _loss("final loss", run, names.LOSS, lambda pairs: pairs[-1]),
-        _loss("best val loss", run, names.VAL_LOSS, min),
-        rate,
-        memory,
-        skipped,
-        Figure("alerts", number(len(run.alerts)), ", ".join(parts), number=len(run.alerts)),
-    ]
-
-
-def state(run: Run) -> str:
-    """How the run stands, as it said itself."""
-    status = run.about.get("status")
-    return status if status in ("running", "finished", "failed") else "unknown"
-
-
-def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
-    found = run.series.get(name, Series())
-    pairs = [(value, step) for step, value in zip(found.steps, found.values, strict=True) if value is not None]
-    if not pairs:
-        return Figure(title)
-    value, step = choose(pairs)
-    return Figure(title, number(value), f"step {step:,}", number=value)
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 def power_of_two(value: float) -> str:
@@ -109,9 +52,6 @@ def moment(value: str) -> str:
         return datetime.fromisoformat(value).strftime("%d %b %Y %H:%M %Z").strip().lstrip("0")
     except ValueError:
         return value
-
-
-# ---------------------------------------------------------------------- which charts
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,36 +85,28 @@ KNOWN: tuple[Panel, ...] = (
     Panel("Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
     Panel("Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),
     Panel("Model FLOPs utilisation", "share of the device's peak", {names.MFU: "MFU"}, "share", "from-zero"),
-    Panel(
-        "Memory",
-        "GiB",
-        {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated"},
-        traits="from-zero",
-    ),
+    Panel("Memory", "GiB", {names.MEMORY_PEAK: "peak", names.MEMORY_ALLOCATED: "allocated"}, traits="from-zero"),
 )
 
 
 def lay_out(runs: Sequence[Run]) -> list[Panel]:
     """The charts of what ``runs`` recorded; where several are compared, one for each line."""
-    found = list(dict.fromkeys(name for run in runs for name, series in run.series.items() if _drawn(name, series)))
+    recorded = {name for run in runs for name, series in run.series.items() if _drawn(name, series)}
     panels: list[Panel] = []
     for panel in KNOWN:
-        own = {name: label for name, label in panel.lines.items() if name in found}
+        own = {name: label for name, label in panel.lines.items() if name in recorded}
         if len(runs) == 1:
-            panels.append(replace(panel, lines=own))
+            panels += [replace(panel, lines=own)] if own else []
             continue
         for name, label in own.items():
             title = f"{panel.title}, {label}" if len(own) > 1 else panel.title
             panels.append(replace(panel, lines={name: label}, title=title))
-    return [panel for panel in panels if panel.lines]
+    return panels
 
 
 def _drawn(name: str, series: Series) -> bool:
     """Whether there is anything to see: a loss or a norm that was never finite is what a failing run has to show."""
     return bool(series.finite) or (bool(series.values) and name in (names.LOSS, names.GRAD_NORM))
-
-
-# ---------------------------------------------------------------------- one chart
 
 
 def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
@@ -184,41 +116,34 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
     style. Names and texts are escaped, since Plotly reads markup in them.
     """
     many = len(runs) > 1
-    found = [
+    recorded = [
         (place, place if many else index, run.name if many else label, run.series[name])
         for place, run in enumerate(runs)
         for index, (name, label) in enumerate(panel.lines.items())
         if _drawn(name, run.series.get(name, Series()))
     ]
-    logarithmic = panel.scale in ("log", "log2")
-    if logarithmic and max((value for *_, series in found for value in series.finite), default=0) <= 0:
-        panel, logarithmic = replace(panel, scale="linear"), False
+    logarithmic, scale = panel.scale in ("log", "log2"), panel.scale
+    if logarithmic and max((value for *_, series in recorded for value in series.finite), default=0) <= 0:
+        logarithmic, scale = False, "linear"
     lines: list[dict[str, Any]] = []
-    for place, style, name, series in found:
+    for place, style, name, series in recorded:
         # what is not positive has no place on a logarithmic axis
         placed = [None if logarithmic and value is not None and value <= 0 else value for value in series.values]
         drawn = downsample(Series(series.steps, placed))
         look = {"run": place, "colour": f"run-{style}", "dash": dash(style), "name": str(escape(name))}
         lines.append({**look, "x": drawn.steps, "y": drawn.values})
-    return {
-        "key": panel.title,
-        "title": panel.title,
-        "unit": panel.unit,
-        "scale": panel.scale,
-        "traits": panel.traits.split(),
-        "latest": "" if many else _latest(panel, found[0][3].values[-1]),
-        "lines": lines,
-        "marks": [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)],
-    }
+    about = {"key": panel.title, "title": panel.title, "unit": panel.unit, "scale": scale}
+    latest = "" if many else _latest(scale, recorded[0][3].values[-1])
+    marks = [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)]
+    return {**about, "traits": panel.traits.split(), "latest": latest, "lines": lines, "marks": marks}
 
 
-def _latest(panel: Panel, value: float | None) -> str:
-    """The last reading of a chart's first line."""
+def _latest(scale: Scale, value: float | None) -> str:
     if value is None:
         return "last reading not finite"
-    if panel.scale == "share":
+    if scale == "share":
         return f"last {value:.1%}"
-    return f"last {power_of_two(value) if panel.scale == 'log2' else number(value)}"
+    return f"last {power_of_two(value) if scale == 'log2' else number(value)}"
 
 
 def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:

@@ -77,8 +77,8 @@ def load(path: Path, name: str) -> Run:
     if not run.series:
         run.faults.append(f"{METRICS} holds no reading yet" if (path / METRICS).exists() else f"{METRICS} is missing")
     run.events = [Event.from_dict(row) for row in _lines(run, EVENTS)]
-    run.about = _document(run, RUN) or {}
-    run.audit = (_document(run, AUDIT) or {}).get("rows")
+    run.about = _document(run, RUN)
+    run.audit = _document(run, AUDIT).get("rows")
     return run
 
 
@@ -88,18 +88,18 @@ def _lines(run: Run, name: str) -> list[dict[str, Any]]:
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
         with suppress(ValueError):
-            rows.append(json.loads(line))
-    found = [row for row in rows if isinstance(row, dict) and STEP in row]
-    if len(found) < len(lines):
-        run.faults.append(f"{name} is damaged: {len(lines) - len(found):,} of {len(lines):,} lines cannot be read")
-    return found
+            row: Any = json.loads(line)
+            rows += [row] if isinstance(row, dict) and STEP in row else []
+    if len(rows) < len(lines):
+        run.faults.append(f"{name} is damaged: {len(lines) - len(rows):,} of {len(lines):,} lines cannot be read")
+    return rows
 
 
-def _document(run: Run, name: str) -> Any:
-    """A whole file of JSON; ``None`` where it is not there or cannot be read."""
+def _document(run: Run, name: str) -> dict[str, Any]:
+    """A whole file of JSON; empty where it is not there or cannot be read."""
     path = run.path / name
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else None
+        return json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError:
         run.faults.append(f"{name} is damaged and left out")
-        return None
+        return {}

@@ -19,10 +19,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from lightning_mp.errors import Faults, PlanError, counted
-from lightning_mp.record.report.charts import dash, draw, figures, lay_out, moment, plain, state
+from lightning_mp.record.report.charts import dash, draw, lay_out, moment, plain
 from lightning_mp.record.report.load import Run, is_run, load
-from lightning_mp.record.report.verdict import compared, suggested_pins, summary, verdict
-from lightning_mp.record.run_folder import REPORT
+from lightning_mp.record.report.verdict import compared, figures, state, suggested_pins, summary, verdict
+from lightning_mp.record.run_folder import REPORT, atomic_write
 
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HERE = Path(__file__).parent
@@ -39,11 +39,11 @@ def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None
         PlanError: a folder holds no run, or ``output`` is a folder.
         OSError: the file cannot be written.
     """
-    folders = find_runs(run_dirs)
-    target = Path(output) if output is not None else Path(os.path.commonpath([*folders])) / REPORT
+    runs = load_runs(run_dirs)
+    target = Path(output) if output is not None else Path(os.path.commonpath([run.path for run in runs])) / REPORT
     if target.is_dir():
         raise PlanError.of(f"output={str(target)!r} is a folder", f"write {str(target / REPORT)!r}", "report")
-    atomic_write(target, document(_HERE / "report.html.j2", **_content(load_runs(folders))))
+    atomic_write(target, document(_HERE / "report.html.j2", **_content(runs)))
     return target
 
 
@@ -53,27 +53,11 @@ def summaries(run_dirs: RunDirs) -> list[dict[str, Any]]:
     Raises:
         PlanError: a folder holds no run.
     """
-    return [summary(run) for run in load_runs(find_runs(run_dirs))]
+    return [summary(run) for run in load_runs(run_dirs)]
 
 
-def atomic_write(target: Path, page: str) -> None:
-    """Write a page, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    part = target.with_name(f".{target.name}.tmp")
-    try:
-        # A file may hold half a character; the page is then written with a question mark in its place.
-        part.write_bytes(page.encode("utf-8", errors="replace"))
-        part.replace(target)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(target)) from error
-
-
-def find_runs(run_dirs: RunDirs) -> list[Path]:
-    """The folders, resolved, each once.
+def load_runs(run_dirs: RunDirs) -> list[Run]:
+    """Read every folder once; a run is named by as much of the end of its path as distinguishes it from the others.
 
     Raises:
         PlanError: no folder is given, or one holds no run; names the runs below it where there are any.
@@ -86,12 +70,7 @@ def find_runs(run_dirs: RunDirs) -> list[Path]:
             below = sorted(path for path in folder.iterdir() if is_run(path)) if folder.is_dir() else []
             fix = f"name the runs in it: {' '.join(map(str, below))}" if below else "name one that has a metrics.jsonl"
             faults.add(f"{str(folder)!r} {'holds no run' if folder.exists() else 'does not exist'}", fix=fix)
-    return list(dict.fromkeys(Path(item).resolve() for item in given))
-
-
-def load_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read every folder; a run is named by as much of the end of its path as distinguishes it from the others."""
-    parts = 1
+    folders, parts = list(dict.fromkeys(Path(item).resolve() for item in given)), 1
     # Different paths differ in some part, so this ends.
     while len({folder.parts[-parts:] for folder in folders}) < len(folders):
         parts += 1
@@ -105,25 +84,26 @@ def document(template: Path, *, title: str, payload: Mapping[str, Any], **contex
     ``steps`` (the first and the last). ``runs`` in ``context`` are objects with a ``name``; several
     have a legend above the charts.
     """
-    context = {"runs": (), **context, "title": title, "payload": payload}
-    return _template(template).render(context)
+    return _template(template).render({"runs": (), **context, "title": title, "payload": payload})
 
 
 @lru_cache
 def _template(path: Path) -> Any:
-    found: Any = Environment(
-        loader=FileSystemLoader([path.parent, _HERE]),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
+    loader = FileSystemLoader([path.parent, _HERE])
+    environment: Any = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    found.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    found.filters |= {"plain": plain, "moment": moment, "counted": counted, "dash": dash}
-    # a line may break after the dots of a name, and not of a number
-    found.filters["dotted"] = lambda text: Markup(_DOTS.sub(".<wbr>", str(escape(plain(text)))))
-    found.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    found.globals |= {
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    environment.filters |= {
+        "plain": plain,
+        "moment": moment,
+        "counted": counted,
+        "dash": dash,
+        # a line may break after the dots of a name, and not of a number
+        "dotted": lambda text: Markup(_DOTS.sub(".<wbr>", str(escape(plain(text))))),
+        "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
+    }
+    environment.globals |= {
         "figures": figures,
         "state": state,
         "verdict": verdict,
@@ -134,16 +114,16 @@ def _template(path: Path) -> Any:
         # plotly.js-basic-dist-min 4.1.1 of npm as it is, MIT: scatter and bar charts, a quarter of the whole library
         "plotly": (_HERE / "plotly-basic.min.js").read_text(encoding="utf-8"),
     }
-    return found.get_template(path.name)
+    return environment.get_template(path.name)
 
 
 def _content(runs: Sequence[Run]) -> dict[str, Any]:
     steps = [step for run in runs for series in run.series.values() for step in series.steps]
     steps += [event.step for run in runs for event in run.alerts]
     heading = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    events = sorted(
-        ((place, event) for place, run in enumerate(runs) for event in run.events), key=lambda item: item[1].step
-    )
+    events = [(place, event) for place, run in enumerate(runs) for event in run.events]
+    events.sort(key=lambda item: item[1].step)
+    charts = [draw(panel, runs) for panel in lay_out(runs)]
     return {
         "title": f"{heading} - training report",
         "heading": heading,
@@ -151,8 +131,5 @@ def _content(runs: Sequence[Run]) -> dict[str, Any]:
         "numbered": list(enumerate(runs)),
         "alerts": [item for item in events if item[1].is_alert],
         "notices": [item for item in events if not item[1].is_alert],
-        "payload": {
-            "charts": [draw(panel, runs) for panel in lay_out(runs)],
-            "steps": [min(steps), max(steps)] if steps else [0, 1],
-        },
+        "payload": {"charts": charts, "steps": [min(steps), max(steps)] if steps else [0, 1]},
     }

@@ -1,23 +1,31 @@
-"""What a report says first: how a run ended and why, in a sentence or two, and the pin that was suggested."""
+"""What a report says first: how a run ended and why, the pin that was suggested, and a few figures."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_mp.errors import counted, number
 from lightning_mp.record import metric_names as names
 from lightning_mp.record.events import Event
-from lightning_mp.record.report.charts import figures, state
-from lightning_mp.record.report.load import Run
+from lightning_mp.record.report.load import Run, Series
 
 _PINS = re.compile(r"""(?:pins=|DtypePinning\()\{['"][^'"…]+['"]: [^}]*\}\)?""")
+_RATES = {names.TOKENS_PER_S: "tokens/s", names.SAMPLES_PER_S: "samples/s"}
+
+
+def state(run: Run) -> str:
+    """How the run stands, as it said itself."""
+    status = run.about.get("status")
+    return status if status in ("running", "finished", "failed") else "unknown"
 
 
 def verdict(run: Run) -> str:
     """How the run ended, what its loss did, and the first sign of what went wrong."""
-    first, steps, skips = first_sign(run), run.last_step or 0, run.finite(names.SKIPPED_STEPS)
+    first, steps, skips = _first_sign(run), run.last_step or 0, run.finite(names.SKIPPED_STEPS)
     if skips and skips[-1] > steps:  # which count from 0
         said = f"It trained nothing: all of its {counted(steps + 1, 'step')} were skipped"
     elif state(run) == "failed":
@@ -41,7 +49,7 @@ def _loss_said(run: Run) -> str:
     return f"The loss {way if len(losses) > 1 else f'was {number(first)}'}{lost}"
 
 
-def first_sign(run: Run) -> Event | None:
+def _first_sign(run: Run) -> Event | None:
     """The earliest alert of a run that had an error or failed, which later ones often follow from."""
     bad = state(run) == "failed" or any(event.severity == "error" for event in run.alerts)
     return min(run.alerts, key=lambda event: event.step, default=None) if bad else None
@@ -49,8 +57,8 @@ def first_sign(run: Run) -> Event | None:
 
 def suggested_pins(run: Run) -> str:
     """The pin that the earliest alert with one advises, as it is pasted; empty where there is none."""
-    found = (_PINS.search(event.advice) for event in sorted(run.events, key=lambda event: event.step))
-    return next((match[0] for match in found if match), "")
+    advised = (_PINS.search(event.advice) for event in sorted(run.events, key=lambda event: event.step))
+    return next((match[0] for match in advised if match), "")
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -62,15 +70,56 @@ def summary(run: Run) -> dict[str, Any]:
 
 def compared(runs: Sequence[Run]) -> str:
     """Which run has the lowest final loss, and which is the fastest."""
+    said: list[str] = []
     losses = {run.name: run.finite(names.LOSS)[-1] for run in runs if run.finite(names.LOSS)}
-    rates = {run.name: figures(run)[2] for run in runs}
-    best = (
-        f"{min(losses, key=losses.__getitem__)} has the lowest final loss, {number(min(losses.values()))}."
-        if losses
-        else ""
-    )
-    speeds = {name: rate.number for name, rate in rates.items() if rate.number is not None}
-    if not speeds:
-        return best
-    fastest = max(speeds, key=speeds.__getitem__)
-    return f"{best} {fastest} is the fastest, {rates[fastest].value} {rates[fastest].unit}.".strip()
+    if losses:
+        best = min(losses, key=losses.__getitem__)
+        said.append(f"{best} has the lowest final loss, {number(losses[best])}.")
+    rates = [(rate.number, run.name, rate) for run in runs if (rate := figures(run)[2]).number is not None]
+    if rates:
+        _, fastest, rate = max(rates, key=lambda item: item[0])
+        said.append(f"{fastest} is the fastest, {rate.value} {rate.unit}.")
+    return " ".join(said)
+
+
+# ---------------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What it is, its value as it is shown, a few words on where it comes from, and the number itself."""
+
+    name: str
+    value: str = "-"
+    detail: str = "not recorded"
+    unit: str = ""
+    number: float | None = None
+
+
+def figures(run: Run) -> list[Figure]:
+    """The same figures in the same order for every run; what is not known has the value of a dash."""
+    skips, peak = run.finite(names.SKIPPED_STEPS), max(run.finite(names.MEMORY_PEAK), default=None)
+    rate = next((name for name in _RATES if run.finite(name)), None)
+    median = None if rate is None else statistics.median(run.finite(rate))
+    gib, small = peak or 0.0, (peak or 0.0) < 1
+    errors, notices = sum(event.severity == "error" for event in run.alerts), len(run.events) - len(run.alerts)
+    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
+    return [
+        _loss("final loss", run, names.LOSS, lambda pairs: pairs[-1]),
+        _loss("best val loss", run, names.VAL_LOSS, min),
+        _figure("median throughput", median, "over all readings", _RATES.get(rate or "", "")),
+        _figure("peak memory", peak, "peak", *(("MiB", f"{gib * 1024:.0f}") if small else ("GiB", f"{gib:.3g}"))),
+        _figure("skipped steps", skips[-1] if skips else None, "in total"),
+        _figure("alerts", len(run.alerts), ", ".join(parts)),
+    ]
+
+
+def _figure(name: str, value: float | None, detail: str, unit: str = "", shown: str = "") -> Figure:
+    return Figure(name) if value is None else Figure(name, shown or number(value), detail, unit, value)
+
+
+def _loss(title: str, run: Run, name: str, choose: Any) -> Figure:
+    series = run.series.get(name, Series())
+    pairs = [(value, step) for step, value in zip(series.steps, series.values, strict=True) if value is not None]
+    value, step = choose(pairs) if pairs else (None, 0)
+    return _figure(title, value, f"step {step:,}")

@@ -25,10 +25,7 @@ LINES = {
     "Tokens per second": {"tokens": "health/tokens_per_s"},
     "Samples per second": {"samples": "health/samples_per_s"},
     "Model FLOPs utilisation": {"MFU": "health/mfu"},
-    "Memory": {
-        "peak": "health/memory_peak_gib",
-        "allocated": "health/memory_allocated_gib",
-    },
+    "Memory": {"peak": "health/memory_peak_gib", "allocated": "health/memory_allocated_gib"},
 }
 Show = Callable[..., Shown]
 
