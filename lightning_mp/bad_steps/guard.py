@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_mp.bad_steps.handler import BadSteps, check_rewind
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer, TrainerFn, begins_window
+from lightning_mp.compat.torch import waits_for_unscale
 from lightning_mp.errors import Faults
-from lightning_mp.health.actions import suppress
 from lightning_mp.numerics import grads, nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.plan import optimizer_facts
@@ -58,6 +58,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     """
 
     plan_field = "nonfinite"
+    writes_every_event = True
     _of_run = ("_undo", "_run")
 
     def __init__(self, on_trip: OnTrip = "skip", max_consecutive: int = 100, run_dir: RunDir = None) -> None:
@@ -73,8 +74,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         self.skipped_steps = self.applied_steps = 0
         self._in_a_row = 0
         self._run: _Run | None = None
-
-    # ------------------------------------------------------------------ the run
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
         """Begin to count; there is nothing to guard while evaluating."""
@@ -126,15 +125,11 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             run.overrides.close()
             run.bad_steps.close(error)
 
-    # ------------------------------------------------------------------ the step
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep a reference to the batch until its step is over."""
         assert self._run is not None
         self._run.begin(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Note the loss."""
         if self._run is not None and trainer.training:  # not where a module adapts itself while evaluating
             self._run.steps.backward()
             self._run.losses.append(loss.detach().sum())
@@ -152,38 +147,33 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         if not run.steps.batch_ends():
             return  # nothing stepped: in the middle of an accumulation window, or a batch that was None never began
         if run.dropped:
-            self._explain(run, trainer)
+            # an overflow with a finite loss is the scaler's search for the right scale
+            scale_warmup = not run.bad_loss and (run.scale or 0.0) > _FLOOR
+            self._in_a_row += not scale_warmup
+            allowed, kind = (
+                0 if self.on_trip == "raise" else self.max_consecutive,
+                "loss" if run.bad_loss else "gradient",
+            )
+            verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
+            run.bad_steps.explain(
+                action=self.on_trip,
+                in_a_row=self._in_a_row,
+                allowed=allowed,
+                scale=run.scale,
+                scale_warmup=scale_warmup,
+                verdict=verdict if self._in_a_row > allowed and not scale_warmup else None,
+                bad_loss=run.bad_loss,
+                from_gradients=None if run.bad_loss else run.from_gradients,
+            )
         else:
             self._in_a_row = 0
         run.losses.clear()
         run.bad_steps.replayer.forget()
 
-    def _explain(self, run: _Run, trainer: Trainer) -> None:
-        #: an overflow is the scaler's search for the right scale
-        scale_warmup = not run.bad_loss and (run.scale or 0.0) > _FLOOR
-        self._in_a_row += not scale_warmup
-        allowed = 0 if self.on_trip == "raise" else self.max_consecutive
-        kind = "loss" if run.bad_loss else "gradient"
-        verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
-        run.bad_steps.explain(
-            action=self.on_trip,
-            in_a_row=self._in_a_row,
-            allowed=allowed,
-            scale=run.scale,
-            scale_warmup=scale_warmup,
-            verdict=verdict if self._in_a_row > allowed and not scale_warmup else None,
-            bad_loss=run.bad_loss,
-            from_gradients=None if run.bad_loss else run.from_gradients,
-        )
-
-    # ------------------------------------------------------------------ checkpoints
-
     def state_dict(self) -> dict[str, int]:
-        """The counts."""
         return {"skipped_steps": self.skipped_steps, "applied_steps": self.applied_steps, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore the counts."""
         self.skipped_steps, self.applied_steps = state_dict["skipped_steps"], state_dict["applied_steps"]
         self._in_a_row = state_dict["in_a_row"]
 
@@ -223,18 +213,27 @@ class _Run:
         flags = torch.zeros(2, dtype=torch.float32, device=self._one.device)
         if self.losses:
             flags[0] = (~torch.isfinite(torch.stack(self.losses))).any()
-        found = grads.gradients(grads.parameters_of(optimizer))
-        grads.unscale_and_check_(found, self._one, flags[1], scaled=False)
+        grads.unscale_and_check_(grads.gradients(grads.parameters_of(optimizer)), self._one, flags[1], scaled=False)
         if self.trainer.world_size > 1:
             max_over_ranks_(flags)
         bad_loss, bad_gradient = map(bool, flags.tolist())  # the one device sync of a step
         guard = self.guard
         guard.step_skipped = bad_loss or bad_gradient
+        guard.skipped_steps += guard.step_skipped
+        guard.applied_steps += not guard.step_skipped
         if guard.step_skipped:
+            self.dropped += 1
             self.bad_loss |= bad_loss
             self.scale = None if self.scaler is None else float(self.scaler.get_scale())
             self.from_gradients = self.from_gradients or nonfinite.from_gradients(self.trainer.lightning_module)
-            suppress(optimizer, self.scaler)
-        self.dropped += guard.step_skipped
-        guard.skipped_steps += guard.step_skipped
-        guard.applied_steps += not guard.step_skipped
+            suppress_step(optimizer, self.scaler)
+
+
+def suppress_step(optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    """Make the coming step do nothing: torch's optimizers skip a parameter without a gradient.
+
+    ``scaler`` is torch's, if the run has one: a fused optimizer leaves unscaling to its step, which would find none.
+    """
+    if scaler is not None and waits_for_unscale(scaler, optimizer):
+        scaler.unscale_(optimizer)
+    grads.drop(optimizer)

@@ -46,40 +46,39 @@ _NO_CHECKPOINT = Verdict(
 
 
 def bad_step(
-    found: Diagnosis,
+    diagnosis: Diagnosis,
     *,
     step: int,
     bad_loss: bool,
     ordinary: bool,
     severity: Severity,
-    action: str,
     evidence: Mapping[str, Any],
     under_plan: bool,
-    saved: str | None = None,
+    action: str = "log",
 ) -> Event:
     """The event of a step; numbers of ``evidence`` that are ``None`` are left out.
 
     ``ordinary``: of an overflow under loss scaling, after which the scaler skips the step and lowers the scale.
     """
-    event = Event(
+    if ordinary:
+        severity, action, advice = "info", "skip", ""
+        cause, known = (
+            "the loss scale has become too large; the scaler lowers it",
+            {"loss_scale": evidence["loss_scale"]},
+        )
+    else:
+        cause, advice = diagnosis.cause, diagnosis.advice(bad_loss, under_plan=under_plan)
+        known = {"role": diagnosis.origin and diagnosis.origin.role, "batch_idx": diagnosis.batch_idx, **evidence}
+    return Event(
         step=step,
         kind="nonfinite_loss" if bad_loss else "nonfinite_grad",
-        severity="info" if ordinary else severity,
-        rank=found.rank,
-        module=found.module,
-        parameter=found.parameter,
-        evidence={"loss_scale": evidence["loss_scale"]},
-        cause="the loss scale has become too large; the scaler lowers it",
-        action="skip",
-    )
-    if ordinary:
-        return event
-    known = {"role": found.origin and found.origin.role, "batch_idx": found.batch_idx, **evidence}
-    return replace(
-        event,
+        severity=severity,
+        rank=diagnosis.rank,
+        module=diagnosis.module,
+        parameter=diagnosis.parameter,
         evidence={name: number for name, number in known.items() if number is not None},
-        cause=found.cause,
-        advice=found.advice(bad_loss, under_plan=under_plan) + ("" if saved is None else f"; its batch is in {saved}"),
+        cause=cause,
+        advice=advice,
         action=action,
     )
 
@@ -138,12 +137,11 @@ class BadSteps:
             NonFiniteError: ``verdict`` says why the run ends, or there is no checkpoint to rewind to.
             LossScaleError: it ends by an overflow at the minimum loss scale.
         """
-        found = self.replayer.locate(self._trainer, self._trainer.lightning_module, from_gradients)
-        bad_loss = found.bad_loss if bad_loss is None else bad_loss
+        diagnosis = self.replayer.locate(self._trainer, from_gradients)
+        bad_loss = diagnosis.bad_loss if bad_loss is None else bad_loss
         ordinary = scale_warmup and scale is not None and not bad_loss
-        rank = "*" if found.rank is None else found.rank
         event = bad_step(
-            found,
+            diagnosis,
             step=self._step,
             bad_loss=bad_loss,
             ordinary=ordinary,
@@ -151,10 +149,12 @@ class BadSteps:
             action=action if verdict is None else "raise",
             evidence={"skips_in_a_row": in_a_row, "allowed": allowed, "loss_scale": scale},
             under_plan=not self._budget,
-            saved=f"{BATCHES}/{_file_name(self._step, rank)}" if self._left > 0 else None,
         )
         if not ordinary:
-            self._save(self.replayer.kept(found.batch_idx), event)
+            if self._left > 0:
+                name = _file_name(self._step, "*" if diagnosis.rank is None else diagnosis.rank)
+                event = replace(event, advice=f"{event.advice}; its batch is in {BATCHES}/{name}")
+            self._save(self.replayer.kept(diagnosis.batch_idx), event)
         self.events.append(event)
         if self._folder is not None:
             self._folder.event(event)
@@ -163,7 +163,7 @@ class BadSteps:
             verdict = _NO_CHECKPOINT
         if verdict is not None:
             budget = {"budget": self._budget} if self._budget else {}
-            raise found.error(verdict, bad_loss=bad_loss, step=self._step, scale=scale, **budget)
+            raise diagnosis.error(verdict, bad_loss=bad_loss, step=self._step, scale=scale, **budget)
 
     def close(self, error: BaseException | None = None) -> None:
         """The run is over, or has failed."""
@@ -206,8 +206,8 @@ class BadSteps:
 
     def _note_checkpoints(self) -> None:
         for callback in _writers(self._trainer):  # one without ``monitor`` knows its last checkpoint only
-            last = last_saved(callback)
-            self._checkpoints |= {last, callback.best_model_path, callback.last_model_path, *callback.best_k_models}
+            named = {last_saved(callback), callback.best_model_path, callback.last_model_path}
+            self._checkpoints |= named | callback.best_k_models.keys()
 
     def _rewound(self) -> bool:
         """Load the newest checkpoint with finite weights: weights, optimizers, schedulers and the precision's state.
@@ -216,8 +216,8 @@ class BadSteps:
         """
         self._note_checkpoints()
         trainer = self._trainer
-        found = {path: Path(path).stat().st_mtime_ns for path in self._checkpoints if path and Path(path).exists()}
-        newest_first = sorted(found, key=lambda path: found[path], reverse=True)
+        there = [path for path in self._checkpoints if path and Path(path).exists()]
+        newest_first = sorted(there, key=lambda path: Path(path).stat().st_mtime_ns, reverse=True)
         for path in trainer.strategy.broadcast(newest_first):  # as the first rank sees it
             with checkpoint_connector(trainer) as connector:
                 connector.resume_start(path, weights_only=False)  # this run has written it
@@ -280,11 +280,8 @@ def check_rewind(trainer: Trainer, given: str, instead: str, faults: Faults) -> 
 
 def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
     """The callbacks whose checkpoints hold more than weights."""
-    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return [callback for callback in found if not callback.save_weights_only]
-
-
-# ---------------------------------------------------------------------- under a plan
+    callbacks = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
+    return [callback for callback in callbacks if not callback.save_weights_only]
 
 
 class BadStepCallback(WritesRun):
@@ -296,10 +293,9 @@ class BadStepCallback(WritesRun):
     """
 
     def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
-        self._plan, self._trainer = plan, trainer
-        self.rule = plan.policy.nonfinite
-        self.run_dir = self.rule.run_dir
-        self._rewinds = self.rule.on_budget == "rewind"
+        self._plan, self._trainer, rule = plan, trainer, plan.policy.nonfinite
+        self.rule, self.run_dir, self.writes_every_event = rule, rule.run_dir, rule.save_batch
+        self._rewinds = rule.on_budget == "rewind"
         self._bad: BadSteps | None = None
         self._verdicts: list[Verdict] = []
         self._attempts = self._skips = 0
@@ -332,14 +328,13 @@ class BadStepCallback(WritesRun):
         Raises:
             PlanError: another run is writing to the folder.
         """
-        rule, writer = self.rule, "MixedPrecisionPlan"
-        self._bad = BadSteps(trainer, self.run_dir, writer, saves=rule.save_batch, rewinds=self._rewinds)
+        saves, writer = self.rule.save_batch, "MixedPrecisionPlan"
+        self._bad = BadSteps(trainer, self.run_dir, writer, saves=saves, rewinds=self._rewinds)
         assert self._plan.engine is not None, "a fit runs under an engine"
         self._plan.engine.report = self._verdicts.append
-        self._skips = self._plan.skipped_steps if rule.save_batch else 0
+        self._skips = self._plan.skipped_steps if saves else 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep the batch until its step is over."""
         assert self._bad is not None, "on_train_start comes first"
         self._attempts = self._plan.loss_scaler.attempts
         self._bad.remember(batch, batch_idx)
@@ -358,13 +353,11 @@ class BadStepCallback(WritesRun):
             return  # in the middle of an accumulation window
         assert bad is not None, "on_train_start comes first"
         assert engine is not None
-        verdict = self._verdicts[0] if self._verdicts else None
+        verdict, before = (self._verdicts or [None])[0], self._skips
         self._verdicts.clear()
-        skipped = False
         if self.rule.save_batch:  # a device sync, for which only saving has a use
-            before, self._skips = self._skips, self._plan.skipped_steps
-            skipped = self._skips > before
-        if verdict is not None or skipped:
+            self._skips = self._plan.skipped_steps
+        if verdict is not None or self._skips > before:
             rewinds = verdict is not None and self._rewinds and not verdict.at_min
             counts, streak = scaler.counts(), scaler.streak
             bad.explain(
@@ -380,8 +373,6 @@ class BadStepCallback(WritesRun):
                 engine.reset_skip_streak()
         bad.replayer.forget()
 
-
-# ---------------------------------------------------------------------- by readings, without a guard
 
 #: the scale that a search of :data:`~lightning_mp.plan.diagnosis.SEARCH_SKIPS` overflows leads to, or a higher one
 SEARCH_SCALE = 2.0**10

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.compat.lightning import (
@@ -86,10 +86,9 @@ class Replayer:
 
     def kept(self, batch_idx: int | None) -> KeptBatch | None:
         """The batch of that index, if it is still kept; the last one for ``None``."""
-        found = [kept for kept in self._window if batch_idx in (None, kept.batch_idx)]
-        return found[-1] if found else None
+        return next((kept for kept in reversed(self._window) if batch_idx in (None, kept.batch_idx)), None)
 
-    def locate(self, trainer: Trainer, pl_module: LightningModule, from_gradients: Origin | None = None) -> Diagnosis:
+    def locate(self, trainer: Trainer, from_gradients: Origin | None = None) -> Diagnosis:
         """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
 
         Call it between the backward pass and the next batch. Nothing is left behind: generators, buffers, gradients and
@@ -98,47 +97,36 @@ class Replayer:
         manual optimization nothing is. Where weights are non-finite already because the bad step was applied, the first
         module with such a weight is named.
         """
-        distributed = trainer.world_size > 1
-        notes = ["under DeepSpeed only the forward is run again"] if _forward_only(trainer) else []
-        if not pl_module.automatic_optimization:
+        module, distributed = trainer.lightning_module, trainer.world_size > 1
+        zero = isinstance(trainer.strategy, DeepSpeedStrategy)
+        notes = ["under DeepSpeed only the forward is run again"] if zero else []
+        if not module.automatic_optimization:
             notes = ["under manual optimization no batch is run again"]
-        for kept in self._window if pl_module.automatic_optimization else ():
-            origin, bad_loss = _replayed(trainer, pl_module, kept, notes)
-            found = first_bad_rank(origin, bad_loss, distributed=distributed)
-            if found.origin is not None or found.bad_loss:
-                return replace(found, batch_idx=kept.batch_idx)
-        return self._without_replay(pl_module, from_gradients, notes, distributed=distributed)
-
-    def _without_replay(
-        self, module: nn.Module, from_gradients: Origin | None, notes: list[str], *, distributed: bool
-    ) -> Diagnosis:
-        """What weights and gradients say, which may have come from any rank.
-
-        Where every rank ran the window again and met nothing, a gradient that is not finite was changed on its own
-        rank.
-        """
+        for kept in self._window if module.automatic_optimization else ():
+            origin, bad_loss = _replayed(trainer, module, kept, notes)
+            diagnosis = first_bad_rank(origin, bad_loss, distributed=distributed)
+            if diagnosis.origin is not None or diagnosis.bad_loss:
+                return replace(diagnosis, batch_idx=kept.batch_idx)
+        # what weights and gradients say, which may have come from any rank
         origin = nonfinite.from_parameters(module)
         if origin is None:
             origin = from_gradients or nonfinite.from_gradients(module)
             if self._window and not notes and origin is not None:
+                # every rank ran the window again and met nothing: it was changed on its own rank
                 origin = replace(origin, phase="after backward")
-        found = first_bad_rank(named(module, origin), False, distributed=distributed)
-        found = replace(found, batch_idx=self._window[0].batch_idx if len(self._window) == 1 else None)
-        if found.origin is not None and found.origin.phase == "after backward":
-            return found
+        diagnosis = first_bad_rank(named(module, origin), False, distributed=distributed)
+        diagnosis = replace(diagnosis, batch_idx=self._window[0].batch_idx if len(self._window) == 1 else None)
+        if diagnosis.origin is not None and diagnosis.origin.phase == "after backward":
+            return diagnosis
         note = "; ".join(notes) or "run again, no batch of the window was non-finite by itself"
-        return replace(found, rank=None if distributed else found.rank, note=note)
-
-
-def _forward_only(trainer: Trainer) -> bool:
-    return isinstance(trainer.strategy, DeepSpeedStrategy)
+        return replace(diagnosis, rank=None if distributed else diagnosis.rank, note=note)
 
 
 def _replayed(
     trainer: Trainer, module: LightningModule, kept: KeptBatch, notes: list[str]
 ) -> tuple[Origin | None, bool]:
     """Where a value of the batch became non-finite, and whether its loss did."""
-    strategy, backward = trainer.strategy, not _forward_only(trainer)
+    strategy, backward = trainer.strategy, not isinstance(trainer.strategy, DeepSpeedStrategy)
     whole = isinstance(strategy.model, DistributedDataParallel)
     if isinstance(strategy, DeepSpeedStrategy):
         whole = not strategy.zero_stage_3

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from torch.optim import Optimizer
 
-from lightning_mp.bad_steps.guard import NonFiniteGuard
+from lightning_mp.bad_steps.guard import NonFiniteGuard, suppress_step
 from lightning_mp.bad_steps.handler import BadStepCallback, NonFiniteClassifier, bad_step, has_bad_loss
 from lightning_mp.bad_steps.replay import Replayer
 from lightning_mp.compat.lightning import (
@@ -23,8 +23,6 @@ from lightning_mp.compat.lightning import (
     logged_step,
 )
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
-from lightning_mp.health import actions as acts
-from lightning_mp.health.actions import SPIKE, Action
 from lightning_mp.health.alerts import Alerts, AlertSettings, Reading
 from lightning_mp.health.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.health.measurement import LAG, StepMeasurement, ToHost, Values
@@ -35,10 +33,13 @@ from lightning_mp.plan.diagnosis import Diagnosis
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.skip_aware import hold_on_skips
 from lightning_mp.record import metric_names
-from lightning_mp.record.events import Event, Kind
+from lightning_mp.record.events import KINDS, Event, Kind
 from lightning_mp.record.run_log import RunDir, RunLog, StepTracker, WritesRun, callbacks_of, is_fresh, log
 
 _NAME = "TrainingHealth"
+Action = Literal["log", "skip", "stop"]
+#: the one kind whose step can be left out; a plan or a NonFiniteGuard leaves out non-finite ones
+SPIKE: Kind = "grad_norm_spike"
 #: what LightningModules log it under
 _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
 #: what LossScaleMonitor logs too
@@ -113,11 +114,17 @@ class TrainingHealth(WritesRun):
     ) -> None:
         with Faults(_NAME) as faults:
             faults.whole("every_n_steps", every_n_steps, 1, "use every_n_steps=1")
-            self.actions: dict[Kind, Action] = acts.parse(actions, faults)
+            for kind, action in (actions or {}).items():
+                if kind not in KINDS:
+                    faults.unknown("kind of event", kind, KINDS)
+                elif action == "skip" and kind != SPIKE:
+                    guards = "for non-finite steps use a plan's nonfinite='skip', or NonFiniteGuard"
+                    faults.add(f"actions[{kind!r}]='skip'", fix=f"'skip' works for {SPIKE}; {guards}")
+                faults.one_of(f"actions[{kind!r}]", action, get_args(Action), "use 'log'")
+        self.actions = cast("dict[Kind, Action]", dict(actions or {}))
         self.run_dir, self.every_n_steps, self.report = run_dir, every_n_steps, report
         self.tokens, self.samples, self.peak_flops = tokens, samples, peak_flops
-        self._alert_settings = AlertSettings.of(alerts)
-        self._alerts = Alerts(self._alert_settings)
+        self._alerts = Alerts(alerts)
         self._log = RunLog(_NAME)
         self._run: _Run | None = None
 
@@ -142,18 +149,16 @@ class TrainingHealth(WritesRun):
         check_copy(trainer, _NAME)
         self._close()
         if is_fresh(trainer):
-            self._alerts = Alerts(self._alert_settings)
+            self._alerts = Alerts(self._alerts.settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
         self._run = _Run(trainer, pl_module, self)  # what it has installed is removed where the folder is refused
         self._log.open(trainer, self.run_dir)
         self._run.throughput.start(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not time the start of the data loader."""
         self._active.throughput.pauses()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not time validation, and write the loss that it logged."""
         if self._run is None:
             return
         self._run.to_host.deliver(wait=True)
@@ -166,7 +171,6 @@ class TrainingHealth(WritesRun):
     # ------------------------------------------------------------------ the step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a reading, if one is due."""
         run = self._active
         run.steps.batch_starts(trainer)
         if run.step.ended or begins_window(trainer, batch_idx):
@@ -179,7 +183,6 @@ class TrainingHealth(WritesRun):
         run.throughput.batch_starts(trainer, batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Record the loss."""
         run = self._run
         if run is None or not trainer.training:
             return  # a module adapts itself while evaluating
@@ -188,7 +191,6 @@ class TrainingHealth(WritesRun):
             run.measured.add_loss(loss, run.source)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measure the gradients; where the step may have to be skipped, run the alerts now."""
         run = self._run
         if run is None or not run.steps.begins(trainer):
             return
@@ -202,35 +204,32 @@ class TrainingHealth(WritesRun):
         """Read what is known before the step, and leave the step out where the user wants that."""
         step.before = run.to_host.read({**run.measured.take(), **run.count.values()})
         reading = step.reading(run.measured.derived(step.before), run.floor)
-        spikes = self._alerts.judge(reading, only=(SPIKE,)) if run.skips else []
         if run.automatic:
-            step.events_before = self._nonfinite(trainer, step, reading, changed=False)
-        if run.skips and self._alerts.holds(SPIKE):
-            step.suppressed = True
+            step.nonfinite = self._nonfinite(trainer, step, reading, changed=False)
+        if run.skips:
+            step.spikes = self._alerts.judge(reading, only=(SPIKE,))
+            step.suppressed = self._alerts.holds(SPIKE)
+        if step.suppressed:
             run.suppressed += 1
-            acts.suppress(optimizer, run.source.scaler if isinstance(run.source, StockSource) else None)
-        step.events_before += spikes
+            suppress_step(optimizer, run.source.scaler if isinstance(run.source, StockSource) else None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Send the step's numbers to the host; log those that have arrived, run the alerts, act."""
-        run = self._active
+        run, step = self._active, self._active.step
         run.throughput.batch_ends()
-        if run.steps.batch_ends():
-            run.count.after_batch()
-            run.step.ended = True
-            run.until_reading = (run.until_reading or self.every_n_steps) - 1
-            if run.step.measures:
-                self._send(run, run.step, trainer)
-            run.to_host.deliver()
-
-    def _send(self, run: _Run, step: _Step, trainer: Trainer) -> None:
-        run.measured.after_step()
-        values = {**run.measured.take(run.throughput.take()), **run.count.values(), metric_names.LR: run.measured.lr}
-        values[_SKIPPED] = run.count.skipped_last
-        step.logged_step = logged_step(trainer)
-        run.to_host.send(values, partial(self._arrived, trainer, step))
+        if not run.steps.batch_ends():
+            return
+        run.count.after_batch()
+        step.ended = True
+        run.until_reading = (run.until_reading or self.every_n_steps) - 1
+        if step.measures:
+            run.measured.after_step()
+            others = {metric_names.LR: run.measured.lr, _SKIPPED: run.count.skipped_last}
+            step.logged_step = logged_step(trainer)
+            values = {**run.measured.take(run.throughput.take()), **run.count.values(), **others}
+            run.to_host.send(values, partial(self._arrived, trainer, step))
+        run.to_host.deliver()
 
     def _arrived(self, trainer: Trainer, step: _Step, late: Values) -> None:
         """Log the numbers of a step, now on the host, run the alerts on them, and act."""
@@ -243,14 +242,13 @@ class TrainingHealth(WritesRun):
         self._log.row(step.number, row)
         left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
         log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
-        events = step.events_before
-        if not (run.checks_before_step and run.automatic):
+        if step.nonfinite is None:
             # skipped for what was finite when it was measured: a hook that came later changed it
             finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
             changed = reading.skipped and not step.suppressed and finite
-            events = [*self._nonfinite(trainer, step, reading, changed=changed), *events]
+            step.nonfinite = self._nonfinite(trainer, step, reading, changed=changed)
         step.replayer.forget()
-        for event in (*events, *self._alerts.judge(reading)):
+        for event in (*step.nonfinite, *step.spikes, *self._alerts.judge(reading)):
             self._log.event(trainer, self._act(event, trainer, step))
 
     def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
@@ -260,40 +258,35 @@ class TrainingHealth(WritesRun):
         if alert is None:
             return []
         locates = alert and not run.failed
-        found = step.replayer.locate(trainer, trainer.lightning_module) if locates else Diagnosis()
+        diagnosis = step.replayer.locate(trainer) if locates else Diagnosis()
         event = bad_step(
-            found if found.batch_idx is not None else replace(found, batch_idx=step.batch_idx),
+            diagnosis if diagnosis.batch_idx is not None else replace(diagnosis, batch_idx=step.batch_idx),
             step=reading.step,
             bad_loss=has_bad_loss(reading),
             ordinary=not alert,
             severity="warning" if reading.skipped else "error",
-            action="log",
             evidence={"loss_scale": reading.loss_scale, "bad_steps_in_a_row": run.classifier.in_a_row},
             under_plan=self._alerts.under_plan,
         )
         return [event]
+
+    def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
+        """Carry out the action for ``event``; the event with the action taken."""
+        action = self.actions.get(event.kind, "log")
+        if not event.is_alert or self._active.failed or (action == "skip" and not step.suppressed):
+            return event
+        trainer.should_stop = trainer.should_stop or action == "stop"
+        return replace(event, action=action)
 
     @property
     def _active(self) -> _Run:
         assert self._run is not None, "on_train_start comes first"
         return self._run
 
-    # ------------------------------------------------------------------ acting
-
-    def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
-        """Carry out the action for ``event``; the event with the action taken."""
-        action = self.actions.get(event.kind, "log")
-        if not event.is_alert or action == "log" or self._active.failed:
-            return event
-        if action == "skip":
-            return replace(event, action="skip" if step.suppressed else "log")
-        trainer.should_stop = True
-        return replace(event, action=action)
-
     # ------------------------------------------------------------------ the end, and checkpoints
 
+    # before the precision plugin undoes its changes
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the last steps, and undo what the actions changed, before the precision plugin undoes its changes."""
         if self._run is not None:
             self._run.to_host.deliver(wait=True)
         self._close()
@@ -318,7 +311,6 @@ class TrainingHealth(WritesRun):
             run.step.replayer.forget()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write what was measured before the checkpoint, and note the folder."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._run is not None and not self._run.failed:
             self._run.to_host.deliver(wait=True)
@@ -334,9 +326,11 @@ class _Step:
     #: of the last batch
     batch_idx: int = 0
     logged_step: int = 0
-    #: what was read before the optimizer stepped, and the events found in it
+    #: what was read before the optimizer stepped
     before: Values | None = None
-    events_before: list[Event] = field(default_factory=list[Event])
+    #: the events, once they were looked for
+    nonfinite: list[Event] | None = None
+    spikes: list[Event] = field(default_factory=list[Event])
     replayer: Replayer = field(default_factory=Replayer)
     #: whether it was left out for an alert
     suppressed: bool = False
@@ -367,9 +361,9 @@ class _Run:
         self.measured = StepMeasurement(trainer, module)
         device, callbacks = trainer.strategy.root_device, callbacks_of(trainer)
         self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
-        writers = (one for one in callbacks if isinstance(one, NonFiniteGuard | BadStepCallback))
+        writers = (callback for callback in callbacks if isinstance(callback, NonFiniteGuard | BadStepCallback))
         #: what writes the events of bad steps itself
-        self.guard = next((one for one in writers if isinstance(one, NonFiniteGuard) or one.rule.save_batch), None)
+        self.guard = next((writer for writer in writers if writer.writes_every_event), None)
         #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
         self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in callbacks)
         # of several micro-batches, a step is long over when the next one is; and fewer windows wait in memory
@@ -423,11 +417,14 @@ def _raised(error: NonFiniteError, run: _Run) -> Event:
 
 def _check_skips(trainer: Trainer, module: LightningModule) -> None:
     """Raise where a step cannot be left out."""
-    again = [type(one).__name__ for one in trainer.optimizers if optimizer_facts.requires_closure(one)]
+    again = [type(each).__name__ for each in filter(optimizer_facts.requires_closure, trainer.optimizers)]
     count = 1 if module.automatic_optimization else len(trainer.optimizers)
-    where = f"with {', '.join(again)}, which moves weights between two evaluations of its closure" if again else ""
-    where = f"with {count} optimizers in manual optimization" if count > 1 else where
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         where = "under DeepSpeed, whose gradients are in its own partitions"
-    if where:
-        raise PlanError.of(f"an action 'skip' {where}", "use 'stop'", _NAME)
+    elif count > 1:
+        where = f"with {count} optimizers in manual optimization"
+    elif again:
+        where = f"with {', '.join(again)}, which moves weights between two evaluations of its closure"
+    else:
+        return
+    raise PlanError.of(f"an action 'skip' {where}", "use 'stop'", _NAME)

@@ -60,7 +60,6 @@ class LossScaleMonitor(RunCallback):
         self._bar, self._on_bar = None, {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the loss scale of the run."""
         check_copy(trainer, "LossScaleMonitor")
         self._reset()
         if is_fresh(trainer):
@@ -77,23 +76,19 @@ class LossScaleMonitor(RunCallback):
             rank_zero_info(f"LossScaleMonitor: precision {trainer.precision} has no loss scale, nothing is logged")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Record the step."""
         self._steps.batch_starts(trainer)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Record that there are gradients to step with."""
         if trainer.training:
             self._steps.backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Count the step."""
         if self._skips is not None and self._steps.begins(trainer):
             self._skips.before_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read and log, every n-th step."""
         if self._skips is None or self._to_host is None or not self._steps.batch_ends():
             return
         self._skips.after_batch()
@@ -114,7 +109,6 @@ class LossScaleMonitor(RunCallback):
         self._on_bar = {"scale": text, "skipped": f"{values[metric_names.SKIPPED_STEPS]:.0f}"}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the last steps."""
         if self._to_host is not None:
             self._to_host.deliver(wait=True)
 

@@ -107,10 +107,9 @@ class StepMeasurement:
         shards = self._parameters()
         now = copied(shards)
         for kind, shard in now.items():
-            shard.tensor.sub_(self._before[kind].tensor)
+            shard.tensor.sub_(self._before.pop(kind).tensor)
         self._sums.add(list(now.values()), _CHANGE)
         self._sums.add(shards, metric_names.PARAM_NORM)
-        self._before = {}
 
     def take(self, done: Processed | None = None) -> Measured:
         """What was measured since the last call, the same on every rank: for :meth:`derived`, once it is on the host.
@@ -121,14 +120,12 @@ class StepMeasurement:
         loss = torch.stack(self._losses).sum() if self._losses else None
         if loss is not None and self._accumulates:
             loss = loss * (self._accumulates / len(self._losses))
-        values: Measured = dict.fromkeys((*_ADDED, *_LARGEST)) | {metric_names.LOSS: loss}
+        values: Measured = {**dict.fromkeys((*_ADDED, *_LARGEST)), **(done or {}), metric_names.LOSS: loss}
         if done is not None:
-            values |= done | dict(zip(_LARGEST[1:], memory(self._device), strict=True))
-        if self._world > 1:
-            for names, op in ((_ADDED, dist.ReduceOp.SUM), (_LARGEST, dist.ReduceOp.MAX)):
-                values.update(zip(names, self._reduced([values[name] for name in names], op), strict=True))
-            values[metric_names.LOSS] = None if loss is None else values[metric_names.LOSS]
-        return norms | values
+            values |= zip(_LARGEST[1:], memory(self._device), strict=True)
+        for names, op in ((_ADDED, dist.ReduceOp.SUM), (_LARGEST, dist.ReduceOp.MAX)) if self._world > 1 else ():
+            values |= zip(names, self._reduced([values[name] for name in names], op), strict=True)
+        return norms | values | ({metric_names.LOSS: None} if loss is None else {})
 
     def _reduced(self, mine: Sequence[Number | None], op: Any) -> list[Number | None]:
         """Over all ranks; NaN where one does not know."""
@@ -145,10 +142,11 @@ class StepMeasurement:
 
     def derived(self, read: Values) -> Values:
         """The values of a step, from what :meth:`take` gave, on the host."""
-        found = {name: None if value is None or math.isnan(value) else value for name, value in read.items()}
-        values = {**read, **{name: found.get(name) for name in (*_ADDED[1:], *_LARGEST)}}
-        if read.get(metric_names.LOSS) is not None:
-            values[metric_names.LOSS] = cast("float", read[metric_names.LOSS]) / self._world
+        values, loss = dict(read), read.get(metric_names.LOSS)
+        for name in (*_ADDED[1:], *_LARGEST):  # of which a rank did not know its own
+            values[name] = None if math.isnan(read[name] or 0.0) else read[name]
+        if loss is not None:
+            values[metric_names.LOSS] = loss / self._world
         seconds = values[SECONDS] = values[SECONDS] or None
         for name in _ADDED[1:]:
             amount, share = values[name], 1 / self._world if name == FLOPS else self._share
@@ -216,12 +214,12 @@ class Layout:
 
     def gradient(self, parameter: Tensor) -> Shard:
         """This rank's shard of its gradient, with the same groups on every rank whether or not there is one."""
-        if parameter.grad is None:
+        gradient: Any = parameter.grad
+        if gradient is None:
             shard = compat.local_gradient(parameter) if self.zero else None
-            if shard is not None:
-                return Shard(shard, _everyone())
-            return Shard(parameter.new_empty(0), self._groups(parameter))
-        gradient = cast("Any", parameter.grad)
+            return (
+                Shard(parameter.new_empty(0), self._groups(parameter)) if shard is None else Shard(shard, _everyone())
+            )
         if hasattr(gradient, "to_local") and any(kind.is_partial() for kind in gradient.placements):
             # still to be summed over ranks: tensor parallel leaves such
             gradient = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
@@ -254,19 +252,17 @@ class SquareSums:
             every = len(places) == len(shards)
             value = (values if every else torch.stack([values[place] for place in places])).sum()
             sums = self._sums.setdefault(groups, {})
-            sums[name] = sums[name] + value if name in sums else value
+            sums[name] = sums.get(name, 0.0) + value
 
     def norms(self) -> dict[str, Tensor]:
         """The 2-norm under every name: fp32 scalars on the device."""
         total: dict[str, Tensor] = {}
-        for groups, sums in self._sums.items():
-            if not sums:
-                continue
+        for groups, sums in ((groups, sums) for groups, sums in self._sums.items() if sums):
             values = torch.stack(list(sums.values()))
             for group in groups:
                 dist.all_reduce(values, group=group)
             for name, value in zip(sums, values, strict=True):
-                total[name] = total[name] + value if name in total else value
+                total[name] = total.get(name, 0.0) + value
         return {name: value.sqrt() for name, value in total.items()}
 
 
@@ -275,19 +271,13 @@ Kind = tuple[Groups, torch.dtype, torch.device, int]
 
 def copied(shards: Iterable[Shard]) -> dict[Kind, Shard]:
     """Copies of the parameters, or of a sample of a large one, those of a kind behind each other in one tensor."""
-    found: dict[Kind, list[Tensor]] = {}
+    by_kind: dict[Kind, list[Tensor]] = {}
     for tensor, groups in shards:
-        piece = sample(tensor)
-        found.setdefault((groups, tensor.dtype, tensor.device, piece.dim()), []).append(piece)
-    return {kind: Shard(torch.cat(members), kind[0]) for kind, members in found.items()}
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """All of a tensor, flat; of a large one :data:`PIECES` rows."""
-    flat = tensor.reshape(-1)
-    if flat.numel() <= PIECES * PIECE:
-        return flat
-    return flat.as_strided((PIECES, PIECE), (flat.numel() // PIECES, 1))
+        piece = tensor.reshape(-1)
+        if piece.numel() > PIECES * PIECE:
+            piece = piece.as_strided((PIECES, PIECE), (piece.numel() // PIECES, 1))
+        by_kind.setdefault((groups, tensor.dtype, tensor.device, piece.dim()), []).append(piece)
+    return {kind: Shard(torch.cat(pieces), kind[0]) for kind, pieces in by_kind.items()}
 
 
 # ---------------------------------------------------------------------- the way to the host
@@ -299,14 +289,10 @@ class Sent:
 
     values: Values
     names: Sequence[str]
-    host: Tensor
+    host: Tensor | None
     event: Any
     then: Callable[[Values], object]
     age: int = 0
-
-
-#: the most numbers of one reading
-_MOST = 64
 
 
 class ToHost:
@@ -319,7 +305,6 @@ class ToHost:
     def __init__(self, device: torch.device, ranks: int = 1, lag: int = LAG) -> None:
         self._device, self._ranks, self._lag = device, ranks, lag
         self._under_way: deque[Sent] = deque()
-        self._free: list[Tensor] = []
 
     def send(self, values: Mapping[str, Number | None], then: Callable[[Values], object]) -> None:
         """Copy ``values``; :meth:`deliver` will call ``then`` with them."""
@@ -343,20 +328,16 @@ class ToHost:
     def _arrived(self, sent: Sent) -> Values:
         if sent.event is not None:
             sent.event.synchronize()
-        sent.values.update(zip(sent.names, sent.host.tolist(), strict=False))
-        self._free.append(sent.host)
-        return sent.values
+        return sent.values | ({} if sent.host is None else dict(zip(sent.names, sent.host.tolist(), strict=True)))
 
     def _start(self, values: Mapping[str, Number | None], then: Callable[[Values], object]) -> Sent:
-        kind = self._device.type
+        kind, host, event = self._device.type, None, None
         there = {n: v.detach() for n, v in values.items() if isinstance(v, Tensor) and v.device.type == kind}
-        known = {n: v if v is None or n in there else float(v) for n, v in values.items()}
-        host = self._free.pop() if self._free else torch.empty(_MOST, pin_memory=kind == "cuda")
-        event = None
-        if there:
+        known: Values = {n: None if v is None or n in there else float(v) for n, v in values.items()}
+        if there:  # a copy that does not block goes into pinned memory
             numbers = torch.stack([value.reshape(()).float() for value in there.values()])
-            host[: len(numbers)].copy_(numbers, non_blocking=kind == "cuda")  # whose event is awaited below
+            host = numbers.to("cpu", non_blocking=kind == "cuda")
             if kind == "cuda":
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(self._device))
-        return Sent(cast("Values", known), list(there), host, event, then)
+        return Sent(known, list(there), host, event, then)

@@ -169,11 +169,10 @@ class RunCallback(Callback):
         """Give up what belongs to the run, which has ended or failed; may be called again."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The run is over."""
         self._release(trainer)
 
+    # Lightning calls no ``teardown`` of a callback then
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The run has failed: Lightning calls no ``teardown`` of a callback then."""
         self._release(trainer, exception)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -227,12 +226,10 @@ class WritesRun(RunCallback):
     run_dir: RunDir = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the folder."""
         if trainer in _paths:
             checkpoint[FALLBACK] = _paths[trainer]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Find it again."""
         if FALLBACK in checkpoint and self.run_dir is None:
             _paths[trainer] = checkpoint[FALLBACK]
 

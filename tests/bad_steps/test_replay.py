@@ -38,7 +38,7 @@ class Asks(Callback):
 
     def _ask(self, when: str, trainer: Trainer, pl_module: LightningModule) -> None:
         if when == self.when and self.batch_idx in self.at:
-            self.diagnoses.append(self.replayer.locate(trainer, pl_module))
+            self.diagnoses.append(self.replayer.locate(trainer))
 
 
 def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any) -> Diagnosis:

@@ -112,7 +112,7 @@ class Asks(Callback):
             torch.cuda.set_sync_debug_mode("default")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.diagnoses.append(self.replayer.locate(trainer, pl_module))
+        self.diagnoses.append(self.replayer.locate(trainer))
         for parameter in pl_module.parameters():  # stock Lightning would apply it, and every later step were bad too
             if parameter.grad is not None:
                 parameter.grad.zero_()

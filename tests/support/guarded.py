@@ -125,7 +125,7 @@ class Asks(Callback):
         self.replayer.remember(trainer, batch, batch_idx)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        self.diagnoses.append(self.replayer.locate(trainer, pl_module))
+        self.diagnoses.append(self.replayer.locate(trainer))
 
 
 @dataclass(frozen=True)
