@@ -29,13 +29,11 @@ WORKS_PIP := $(WORKS)/bin/python -m pip install -qq --disable-pip-version-check 
 WORKS_WITH := bitsandbytes chemprop darts gluonts lightly lightly-train monai neuralforecast pytorch-forecasting \
     'scvi-tools>=1.4' timm torchgeo FrEIA imagecodecs platformdirs scikit-base scikit-image tifffile \
     ase pymatgen-core torch-geometric torchdata
-# How tests are dealt: a file to a process, or a half to each and then what the other has left.
-DIST := loadfile
 OLDEST_EXTENSIONS := $(CURDIR)/$(OLDEST)/torch_extensions
 # A build that was killed leaves a lock on which every later one would wait.
 PYTEST = mkdir -p "$(EXTENSIONS)" && find "$(EXTENSIONS)" -name lock -delete && \
     OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" \
-    $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist $(DIST)
+    $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 LINTED := $(wildcard lightning_mp tests benchmarks examples docs/_build)
 
 .DEFAULT_GOAL := help
@@ -49,7 +47,6 @@ help: ## list the commands
 demo: $(DONE)/demo ## train a small GPT-2 on real text under every plan this machine has, and compare them
 	@$(BIN)/lightning-mp demo $(ARGS)
 
-test: DIST := worksteal
 test: $(DONE)/test ## run the tests (those that need a GPU skip themselves where there is none)
 	@$(PYTEST) -m 'not slow' $(ARGS)
 

@@ -27,8 +27,7 @@ from benchmarks.harness import MODES, LanguageModel, fit, plan, quietly, stock, 
 from benchmarks.planner_pages import DOCS, table, write
 from benchmarks.sharded import ROWS, _ours
 from cuda_path.fits import Fit
-from cuda_path.machine import Machine
-from cuda_path.processes import Processes
+from cuda_path.machine import Machine, Processes
 from support.ranks import Ranks  # on the path since benchmarks.sharded
 
 STEPS = 4

@@ -115,16 +115,7 @@ def tests(*, quick: bool) -> Figures:
     import pytest
 
     folder = ROOT / "tests" / "gpu"
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-o",
-        "addopts=--import-mode=importlib",
-        "--maxfail=40",
-    ]
+    options = ["-q", "-pno:cacheprovider", "-pno:benchmark", "-oaddopts=--import-mode=importlib", "--maxfail=40"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # a plugin of another package, imported by now
     found = pytest.main([*options, str(folder / "test_steps_gpu.py" if quick else folder)])
     yield "pytest", {"exit status": int(found)}

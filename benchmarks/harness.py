@@ -82,7 +82,6 @@ class Shape:
     target: float
 
     def length(self, *, quick: bool) -> tuple[int, int]:
-        """Rounds, and steps in each."""
         return (2, WARM_UP + 4) if quick else (self.rounds, self.steps)
 
 
@@ -139,13 +138,11 @@ def stock(mode: str) -> Precision | None:
 
 
 def plan(mode: str, **fields: Any) -> MixedPrecisionPlan:
-    """The plan with the same scale."""
     scaling = LossScaling.torch(init_scale=SCALE) if mode == "16-mixed" else None
     return MixedPrecisionPlan(mode, loss_scaling=scaling, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def quietly() -> None:
-    """Lightning says nothing from here on."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -53,7 +53,6 @@ class Cell:
     kv_heads: int = 1
 
     def plan(self) -> MixedPrecisionPlan:
-        """The plan; fp16 with pinned norms."""
         recomputed = None
         if self.checkpointing != "none":
             recomputed = Checkpointing(modules=_BLOCKS[self.model], mode=self.checkpointing)  # pyright: ignore[reportArgumentType]
@@ -62,13 +61,11 @@ class Cell:
         return MixedPrecisionPlan(self.precision, pins=pins, fp8=fp8, checkpointing=recomputed)
 
     def batch(self) -> Any:
-        """Images and classes, or token ids."""
         if self.model == "conv":
             return torch.randn(16, 3, 32, 32), torch.randint(16, (16,))
         return torch.randint(_VOCAB, (1, 64) if self.precision == "fp8-mixed" else (self.rows, 128))
 
     def module(self) -> LightningModule:
-        """The model with its optimizer."""
         torch.manual_seed(0)
         width = 64 if self.precision == "fp8-mixed" else 128
         net = ConvNet() if self.model == "conv" else _language_model(self.model, width, self.kv_heads)
@@ -151,8 +148,6 @@ def predicted(cell: Cell, strategy: str | None = None) -> MemoryPrediction:
     return predict_memory(cell.module(), cell.batch(), plan, **given)
 
 
-# ---------------------------------------------------------------------- a rank of two
-
 HELD = ("parameters", "gradients", "optimizer_state")
 #: the strategy's name for ``make_strategy``, and what it is told
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {f"`{one}`": (one, {}) for one in ("ddp", "fsdp2", "hsdp", "fsdp1")}
@@ -214,9 +209,6 @@ class OfRank:
                 del trainer
             peaks.append(peak.bytes)
         return sorted(peaks)[1], holds.bytes
-
-
-# ---------------------------------------------------------------------- the tables
 
 
 def summed_up(found: Iterable[tuple[str, int, Sequence[float]]]) -> list[list[object]]:

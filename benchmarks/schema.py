@@ -111,7 +111,6 @@ def _arguments(cls: Any) -> dict[str, str]:
 
 
 def write(folder: Path = FOLDER) -> None:
-    """Write both files."""
     folder.mkdir(exist_ok=True)
     for name, content in {"train": train_schema(), "plan": plan_schema()}.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -54,7 +54,6 @@ class ShardedByHand(LanguageModel):
     param_dtype: torch.dtype | None = None
 
     def configure_model(self) -> None:
-        """Shard every block, then the rest, summing gradients in fp32."""
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         if isinstance(self.model, FSDPModule):
@@ -78,20 +77,11 @@ class AutocastHere(FSDPPrecision):
     """Lightning's plugin, which turns autocast on for CUDA whatever the device: on a CPU it would compute in fp32."""
 
     def forward_context(self) -> Any:
-        """The autocast it means, without the weight cache, as in Lightning's other plugins."""
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
 
-def _ddp(mode: str) -> tuple[dict[str, Any], LightningModule]:
-    return {"strategy": DDPStrategy(process_group_backend="gloo"), "plugin": stock(mode)}, LanguageModel()
-
-
-def _fsdp2(mode: str) -> tuple[dict[str, Any], LightningModule]:
-    return {"strategy": sharded_hosts.fsdp2(), "plugin": stock(mode)}, ShardedByHand()
-
-
-def _param_dtype(mode: str) -> tuple[dict[str, Any], LightningModule]:
-    return {"strategy": sharded_hosts.fsdp2()}, InHalf()
+def _beside(mode: str, strategy: Any) -> dict[str, Any]:
+    return {"strategy": strategy, "plugin": stock(mode)}
 
 
 def _fsdp1(mode: str) -> tuple[dict[str, Any], LightningModule]:
@@ -111,9 +101,9 @@ def _zero(mode: str, stage: int) -> tuple[dict[str, Any], LightningModule]:
 
 
 ROWS: tuple[tuple[str, Side, tuple[str, ...]], ...] = (
-    ("ddp", _ddp, MODES),
-    ("fsdp2", _fsdp2, MODES),
-    ("fsdp2 param_dtype", _param_dtype, ("bf16-mixed",)),
+    ("ddp", lambda mode: (_beside(mode, DDPStrategy(process_group_backend="gloo")), LanguageModel()), MODES),
+    ("fsdp2", lambda mode: (_beside(mode, sharded_hosts.fsdp2()), ShardedByHand()), MODES),
+    ("fsdp2 param_dtype", lambda _: ({"strategy": sharded_hosts.fsdp2()}, InHalf()), ("bf16-mixed",)),
     # stock FSDP1 and DeepSpeed have no 16-mixed on the CPU that keeps fp32 weights
     ("fsdp1", _fsdp1, MODES[:2]),
     *((f"deepspeed_zero{stage}", partial(_zero, stage=stage), MODES[:2]) for stage in (1, 2, 3)),
@@ -135,7 +125,6 @@ class Steps:
     steps: int
 
     def run(self) -> dict[str, float]:
-        """Train ``rounds`` times on each side."""
         quietly()
         name, theirs, _ = ROWS[self.row]
         sides = {"stock": lambda: theirs(self.mode), "plan": lambda: _ours(name, self.mode)}
@@ -153,7 +142,6 @@ class Steps:
 
 
 def main() -> None:
-    """Measure and print."""
     rounds, steps = (2, 8) if "--quick" in sys.argv else (6, 17)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(".venv/torch_extensions").resolve()))
     table = Table("strategy", "mode", "stock", "plan", "ratio", "target", title="A step, two processes on gloo")

@@ -237,11 +237,8 @@ def matgl(given: dict[str, Any], folder: Path) -> Outcome:
     loader = torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate_fn_graph)
     fit(ModelLightningModule(model=model), given, loader, host="lightning.pytorch")
     model.save(folder / "model")
-    return (
-        model,
-        model.predict_structure(crystals[0]),
-        matgl.load_model(folder / "model").predict_structure(crystals[0]),
-    )
+    both = (model, matgl.load_model(folder / "model"))
+    return model, *(one.predict_structure(crystals[0]) for one in both)
 
 
 def lightly(given: dict[str, Any], folder: Path) -> Outcome:

@@ -87,8 +87,6 @@ def test_every_dependency_is_pinned_once_in_a_version_that_is_allowed() -> None:
     assert wrong == []
 
 
-# ---------------------------------------------------------------------- lines that a reader types
-
 WRITTEN = [
     *ROOT.glob("*.md"),
     *(path for folder in ("docs", "examples", "lightning_mp") for path in (ROOT / folder).rglob("*")),

@@ -55,9 +55,6 @@ def sources() -> set[str]:
     return {str(path.relative_to(ROOT)) for path in files}
 
 
-# ---------------------------------------------------------------------- what is in them
-
-
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Built) -> None:
     assert {name for name in built.in_wheel() if ".dist-info/" not in name} == sources()
     assert {".py", ".yaml", ".css", ".js"} <= {Path(name).suffix for name in sources()}
@@ -70,9 +67,6 @@ def test_an_index_can_show_what_it_is(built: Built) -> None:
     assert about.description == (ROOT / "README.md").read_text(encoding="utf-8")
     assert about.license_expression == "Apache-2.0 AND MIT"
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in built.in_wheel())
-
-
-# ---------------------------------------------------------------------- an empty environment
 
 
 @dataclass(frozen=True, slots=True)

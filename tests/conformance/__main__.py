@@ -33,7 +33,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", metavar="PATTERN", default=["*"], help='such as "*+pins*" or "moe *"')
     parser.add_argument("--out", type=Path, help="by default docs/conformance.txt, if nothing is filtered")
     parser.add_argument("--sample", metavar="SEED", help="cells that cover each two of strategy, mode and flags")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="where a run that was interrupted is resumed from")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".venv" / "torch_extensions"))
@@ -45,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.sample is not None:
         whole, cells = False, choose(cells, options.sample)
         print(f"{len(cells)} cells chosen by the seed {options.sample!r}")
-    result = matrix.run(cells, _progress, options.keep)
+    result = matrix.run(cells, _progress)
     out = options.out or (report.FULL if whole else None)
     if out is not None:
         out.write_text(report.text(result))

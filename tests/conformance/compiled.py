@@ -19,42 +19,18 @@ from conformance.cells import is_refusal
 from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict
 from conformance.rows import CompiledRow
 from conformance.strategies import trainer_arguments
-from lightning_mp.compat.lightning import LightningModule
+from support.fp8 import VOCABULARY, Language
 
-STEPS, ROWS, WIDTH, VOCABULARY, LENGTH = 5, 4, 16, 32, 8
+STEPS, ROWS, LENGTH = 5, 4, 8
 
 
-class Block(nn.Module):
-    """Pre-norm, with a causal mean over the tokens in place of attention."""
+class Learner(Language):
+    """Records the loss, the gradients in full and how many graphs were compiled, step by step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(self.up(self.norm(x)))
-        steps = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-        return x + self.down((hidden.float().cumsum(1) / steps).to(hidden.dtype))
-
-
-class Learner(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-            self.blocks = nn.ModuleList([Block(), Block()])
-            self.lm_head = nn.Linear(WIDTH, VOCABULARY)
-        self.losses: list[float] = []
-        self.gradients: list[dict[str, Tensor]] = []
+        self.each_gradients: list[dict[str, Tensor]] = []
         self.graphs: list[int] = []
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         return batch[self.global_rank]
@@ -65,7 +41,7 @@ class Learner(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         named = [(name.replace("_orig_mod.", ""), one.grad) for name, one in self.named_parameters()]
-        self.gradients.append({name: _whole(grad) for name, grad in named if grad is not None})
+        self.each_gradients.append({name: _whole(grad) for name, grad in named if grad is not None})
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -80,9 +56,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-# ---------------------------------------------------------------------- what is compiled
-
-
 def _blocks(module: Learner, backend: str) -> Learner:
     for block in module.blocks:
         block.compile(backend=backend)
@@ -90,7 +63,7 @@ def _blocks(module: Learner, backend: str) -> Learner:
 
 
 def _wrapped_blocks(module: Learner, backend: str) -> Learner:
-    module.blocks = nn.ModuleList([torch.compile(block, backend=backend) for block in module.blocks])  # type: ignore
+    module.blocks = nn.Sequential(*(torch.compile(block, backend=backend) for block in module.blocks))  # type: ignore
     return module
 
 
@@ -106,9 +79,6 @@ WAYS: dict[str, Callable[[Learner, str], Any]] = {
     "torch.compile(block)": _wrapped_blocks,
     "block.compile()": _blocks,
 }
-
-
-# ---------------------------------------------------------------------- a cell
 
 
 @dataclass
@@ -150,7 +120,7 @@ def _run(strategy: str, row: CompiledRow, *, compiled: bool) -> Ran:
         ran.reason = str(error) if ran.word == REFUSED else traceback.format_exc()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    ran.losses, ran.gradients, ran.graphs = module.losses, module.gradients, module.graphs
+    ran.losses, ran.gradients, ran.graphs = module.losses, module.each_gradients, module.graphs
     ran.breaks = [*counters["graph_break"]]
     return ran
 
@@ -165,9 +135,6 @@ def _callbacks(row: CompiledRow, folder: Path) -> list[Any]:
     from lightning_mp.callbacks import PrecisionAudit, TrainingHealth
 
     return [TrainingHealth(folder, report=False), PrecisionAudit(run_dir=folder)] if row.watched else []
-
-
-# ---------------------------------------------------------------------- the verdict
 
 
 def judge(strategy: str, row: CompiledRow, cells: Sequence[tuple[Ran, Ran]]) -> Verdict:

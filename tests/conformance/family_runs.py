@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from conformance.cells import is_refusal
 from conformance.families import Family
 from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict
-from conformance.local import bits
+from conformance.observe import bits
 from conformance.plain import DTYPES, apart
 from conformance.rows import MOVE, SCALE, FamilyRow, Policy
 from conformance.strategies import plain, trainer_arguments

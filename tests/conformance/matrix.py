@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import tempfile
 import time
@@ -35,9 +34,9 @@ def on_a_rank(strategy: str, row: str, folder: Path, rates: tuple[float, ...]) -
     of = ROWS[row]
     if isinstance(of, CompiledRow):
         return compiled.run_cell(strategy, of)
-    return (
-        family_runs.run_cell(strategy, of, rates) if isinstance(of, FamilyRow) else run_cell(strategy, row, str(folder))
-    )
+    if isinstance(of, FamilyRow):
+        return family_runs.run_cell(strategy, of, rates)
+    return run_cell(strategy, row, str(folder))
 
 
 def plain_loop(row: str) -> dict[int, Run] | family_runs.Reference:
@@ -52,27 +51,19 @@ class Matrix:
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
 
-def run(cells: Iterable[Key], progress: Progress, kept: Path | None = None) -> Matrix:
-    """Every cell, beside a plain loop of its row; the file ``kept`` holds those that need not be run again."""
-    cells, matrix = list(cells), Matrix()
-    if kept is not None and kept.exists():
-        matrix = pickle.loads(kept.read_bytes())
-    columns: dict[str, list[str]] = {}
+def run(cells: Iterable[Key], progress: Progress) -> Matrix:
+    """Every cell, beside a plain loop of its row."""
+    matrix, references, columns = Matrix(), References(), dict[str, list[str]]()
     for strategy, row in cells:
-        if (strategy, row) not in matrix.verdicts:
-            columns.setdefault(strategy, []).append(row)
-    references: References = {}
+        columns.setdefault(strategy, []).append(row)
 
     def add(strategy: str, row: str, verdict: Verdict, seconds: float) -> None:
         progress(strategy, row, verdict, seconds)
         matrix.verdicts[strategy, row] = verdict
         matrix.seconds += seconds
-        if kept is not None:
-            kept.write_bytes(pickle.dumps(matrix))
 
     for strategy, names in columns.items():
         column(strategy, names, references, add)
-    matrix.verdicts = {key: matrix.verdicts[key] for key in cells}
     return matrix
 
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from conformance.rows import Row
 from lightning_mp.compat.lightning import LightningModule
+from support import hf
 from support.models import InfiniteGradient
 
 VOCABULARY, LENGTH, ROWS = 128, 12, 8
@@ -21,16 +22,12 @@ BAD_RANK = 1
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": LENGTH}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
         # eager attention: its matrix products can be seen one by one
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ids, attn_implementation="eager", use_cache=False))
-    return model.train()
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"}
+        return hf.llama(**sizes, **heads, **ids, use_cache=False)
 
 
 def text(generator: torch.Generator) -> Tensor:
@@ -100,8 +97,6 @@ class Learner(LightningModule):
         self.losses[batch_idx] = loss.item()
         self.lrs[batch_idx] = float(self.trainer.optimizers[0].param_groups[0]["lr"])  # a tensor changes in place
         return loss
-
-    # ------------------------------------------------------------------ in pipeline stages
 
     def pipeline_batch(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         Learner.steps_begun += 1

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance import local
 from lightning_mp.compat.lightning import Callback, LightningModule, Trainer
 from lightning_mp.modules.patterns import plain_name
+from lightning_mp.modules.remote import is_remote
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution"}
 REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")
@@ -81,7 +83,7 @@ class Watch(TorchDispatchMode):
         elif name in PRODUCTS:
             self._note_product(args)
         elif name in ("mul", "embedding") and self.last and isinstance(result, Tensor):
-            self.last[-1] = local.dtype_name(result.dtype)
+            self.last[-1] = dtype_name(result.dtype)
         return result
 
     def _note_reduction(self, name: str, args: tuple[Any, ...]) -> None:
@@ -90,10 +92,10 @@ class Watch(TorchDispatchMode):
         tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
         for tensor in tensors:
             if tensor.is_floating_point() and tensor.numel() >= LEAST_GRADIENT:
-                self.reduced.add((name.strip("_"), local.dtype_name(tensor.dtype)))
+                self.reduced.add((name.strip("_"), dtype_name(tensor.dtype)))
 
     def _note_product(self, args: tuple[Any, ...]) -> None:
-        dtypes = {local.dtype_name(a.dtype) for a in args if isinstance(a, Tensor) and a.is_floating_point()}
+        dtypes = {dtype_name(a.dtype) for a in args if isinstance(a, Tensor) and a.is_floating_point()}
         if self.inside:
             self.computed[self.inside[-1]] |= dtypes
         else:
@@ -125,7 +127,7 @@ def hook(watch: Watch, name: str, module: nn.Module) -> list[Any]:
 
 def _floating(value: Any) -> set[str]:
     items = value if isinstance(value, (tuple, list)) else [value]
-    return {local.dtype_name(i.dtype) for i in items if isinstance(i, Tensor) and i.is_floating_point()}
+    return {dtype_name(i.dtype) for i in items if isinstance(i, Tensor) and i.is_floating_point()}
 
 
 class Observer(Callback):
@@ -138,8 +140,6 @@ class Observer(Callback):
         self.save_at = save_at
         self._hooks: list[Any] = []
         self._watching = False
-
-    # ------------------------------------------------------------------ dtypes
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.watch is not None:
@@ -157,12 +157,10 @@ class Observer(Callback):
             self.watch.__exit__(None, None, None)
             self._watching = False
 
-    # ------------------------------------------------------------------ steps
-
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        found = {} if local.zero_optimizer(trainer) else local.gradients(pl_module)  # ZeRO has them elsewhere
-        self.run.bytes["gradients"] = local.storage_bytes([*found.values(), *local.zero_gradients(trainer)])
-        self.run.before[-1] = local.squares(found)  # of the last evaluation, where an optimizer asks for several
+        found = {} if zero_optimizer(trainer) else gradients(pl_module)  # ZeRO has them elsewhere
+        self.run.bytes["gradients"] = storage_bytes([*found.values(), *zero_gradients(trainer)])
+        self.run.before[-1] = squares(found)  # of the last evaluation, where an optimizer asks for several
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -171,7 +169,7 @@ class Observer(Callback):
         plan: Any = trainer.precision_plugin
         norm = getattr(plan, "last_grad_norm", None)
         self.run.norms.append(None if norm is None else float(norm))
-        self.run.after.append(local.squares(local.gradients(pl_module)))
+        self.run.after.append(squares(gradients(pl_module)))
         self.run.skipped.append(plan.step_skipped)
         if plan.scaler is not None:
             self.run.scales.append(float(plan.scaler.get_scale()))
@@ -183,27 +181,127 @@ class Observer(Callback):
     def _after_watching(self, trainer: Trainer, module: LightningModule) -> None:
         for hook in self._hooks:
             hook.remove()
-        watch, run, states = self.watch, self.run, local.moments(trainer.optimizers[0])
+        watch, run, states = self.watch, self.run, moments(trainer.optimizers[0])
         assert watch is not None
         run.computed, run.backward, run.reduced = dict(watch.computed), watch.backward, watch.reduced
         run.handed_on = dict(watch.handed_on)
         run.calls = {name: count / WATCHED_STEPS for name, count in watch.calls.items()}
-        run.stored = local.stored(module)
-        run.state = {local.dtype_name(tensor.dtype) for _, tensor in local.floating(states)}
-        run.bytes["parameters"] = local.storage_bytes(
-            [*local.parameters(module).values(), *local.zero_masters(trainer)]
-        )
-        run.bytes["optimizer"] = local.storage_bytes(tensor for state in states for tensor in state.values())
+        run.stored = stored_dtypes(module)
+        run.state = {dtype_name(tensor.dtype) for _, tensor in floating(states)}
+        run.bytes["parameters"] = storage_bytes([*parameters(module).values(), *zero_masters(trainer)])
+        run.bytes["optimizer"] = storage_bytes(tensor for state in states for tensor in state.values())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         plan: Any = trainer.precision_plugin
         run = self.run
         run.losses, run.lrs = list(pl_module.losses.values()), list(pl_module.lrs.values())
         run.counts = plan.applied_steps, plan.skipped_steps
-        run.weights = local.trained(pl_module)
+        run.weights = copies(pl_module)
         if self.whole:
             from support import sharded  # not at the top: it imports one of Lightning's two copies
 
             run.whole = sharded.whole(pl_module)
-        states = local.moments(trainer.optimizers[0])
+        states = moments(trainer.optimizers[0])
         run.moments = [{key: value.clone() for key, value in state.items()} for state in states]
+
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(dtype, str(dtype))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a parameter, gradient or state tensor that this rank stores."""
+    shard = getattr(tensor, "ds_tensor", None)  # ZeRO-3: the parameter itself is empty between uses
+    if shard is not None:
+        return shard
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Name → the local part, of what is not on another stage of a pipeline."""
+    return {name: local(parameter) for name, parameter in _here(module)}
+
+
+def _here(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((plain_name(name), one) for name, one in module.named_parameters() if not is_remote(one))
+
+
+def stored_dtypes(module: nn.Module) -> dict[str, str]:
+    return {name: dtype_name(parameter.dtype) for name, parameter in _here(module)}
+
+
+def copies(module: nn.Module) -> dict[str, Tensor]:
+    return {name: local(one).clone() for name, one in _here(module)}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(n): local(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+
+
+def base_optimizer(optimizer: Any) -> Any:
+    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def moments(optimizer: Any) -> list[dict[str, Tensor]]:
+    """A mapping a stepped parameter, in the optimizer's order: exp_avg, exp_avg_sq, step."""
+    inner = base_optimizer(optimizer)
+    members = [parameter for group in inner.param_groups for parameter in group["params"]]
+    # ZeRO-3 fills the groups for the length of a step only
+    states = [inner.state.get(parameter, {}) for parameter in members or list(inner.state)]
+    return [dict(part for kv in sorted(state.items()) for part in _stored(*kv)) for state in states]
+
+
+def _stored(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """A state tensor's local part; of a quantized one, what it is made of."""
+    if isinstance(value, Tensor):
+        value = local(value)
+        inside = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
+        yield from ((f"{name}.{part}", bits(getattr(value, part))) for part in inside) if inside else ((name, value),)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Numbers of 8 bits as bytes: fp8 travels between processes no other way."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def floating(states: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for state in states:
+        yield from ((key, value) for key, value in state.items() if key != "step")
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages below ``tensors``, padding included."""
+    storages = {s.data_ptr(): s.nbytes() for t in tensors for s in [t.untyped_storage()] if s.nbytes()}
+    return sum(storages.values())
+
+
+def squares(found: dict[str, Tensor]) -> dict[str, tuple[int, float]]:
+    """Name → how many numbers lie here and the sum of their squares: a global norm's parts, without a collective."""
+    return {name: (tensor.numel(), tensor.double().pow(2).sum().item()) for name, tensor in found.items()}
+
+
+def zero_optimizer(trainer: Trainer) -> Any:
+    return getattr(getattr(trainer.strategy, "deepspeed_engine", None), "optimizer", None)
+
+
+def zero_masters(trainer: Trainer) -> list[Tensor]:
+    """The flat partitions that ZeRO steps, a copy of the parameters' own."""
+    zero = zero_optimizer(trainer)
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # stages 1 and 2; stage 3
+    return [partition for name in names for partition in getattr(zero, name, [])]
+
+
+def zero_gradients(trainer: Trainer) -> list[Tensor]:
+    """The gradient partitions ZeRO holds at the step; none under another strategy."""
+    zero = zero_optimizer(trainer)
+    groups = getattr(zero, "averaged_gradients", {}).values()  # stages 1 and 2: lists of tensors by group
+    flat = getattr(zero, "grad_partitions_flat_buffer", None)  # stage 3
+    offloaded = [partition.grad for partition in zero_masters(trainer)]
+    held = [*(tensor for group in groups for tensor in group or ()), flat, *offloaded]
+    return [tensor for tensor in held if tensor is not None]

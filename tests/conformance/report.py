@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -92,17 +92,15 @@ def text(matrix: Matrix) -> str:
         rows = [row for row in all_rows if any(key[1] == row for key in matrix.verdicts)]
         columns = [column for column in all_columns if any((column, row) in matrix.verdicts for row in rows)]
         if rows:
-            told = [f"## {name.capitalize()}", "", _told(name), ""]
-            of = GROUPS.get(name)
-            table = _summary(matrix, columns, rows, notes) if of is None else _grouped(matrix, columns, rows, notes, of)
-            lines += [*told, *table, ""]
+            lines += [f"## {name.capitalize()}", "", _told(name), ""]
+            lines += [*_table(["", *columns], _grouped(matrix, columns, rows, notes, GROUPS.get(name))), ""]
     lines += [f"{_superscript(number)} {reason}\n" for reason, number in notes.items()]
-    lines += ["## Observed", "", *_legend(), ""]
+    lines += ["## Observed", "", LEGEND, ""]
     for strategy in STRATEGIES:
         verdicts = {row: matrix.verdicts[strategy, row] for row in PLAN if (strategy, row) in matrix.verdicts}
         if any(verdict.figures for verdict in verdicts.values()):
             lines += [f"### {strategy}", "", f"Bytes a rank by formula: {expected.FORMULAS[strategy]}.", ""]
-            lines += [*_observed(verdicts), ""]
+            lines += [*_table(OBSERVED, _observed(verdicts)), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -142,14 +140,6 @@ def _version(package: str) -> str:
         return f"no {package}"
 
 
-def _summary(matrix: Matrix, strategies: list[str], rows: list[str], notes: dict[str, int]) -> Iterable[str]:
-    yield _row(["", *strategies])
-    yield _row(["---"] * (len(strategies) + 1))
-    for row in rows:
-        found = (matrix.verdicts.get((strategy, row)) for strategy in strategies)
-        yield _row([f"`{row}`", *("" if verdict is None else _word(verdict, notes) for verdict in found)])
-
-
 #: of the tables with many rows, what a row belongs to
 GROUPS: dict[str, Callable[[str], str]] = {
     "families": lambda row: FAMILY_ROWS[row].family,
@@ -158,18 +148,16 @@ GROUPS: dict[str, Callable[[str], str]] = {
 
 
 def _grouped(
-    matrix: Matrix, strategies: list[str], rows: list[str], notes: dict[str, int], of: Callable[[str], str]
-) -> Iterable[str]:
-    """A row a family, or a way to compile: how many of its policies ended in which word."""
-    yield _row(["", *strategies])
-    yield _row(["---"] * (len(strategies) + 1))
-    for group in dict.fromkeys(map(of, rows)):
-        cells = []
+    matrix: Matrix, strategies: list[str], rows: list[str], notes: dict[str, int], of: Callable[[str], str] | None
+) -> Iterable[list[str]]:
+    """A row each, or one a family or way to compile, with how many of its policies ended in which word."""
+    for group in dict.fromkeys(map(of, rows) if of else rows):
+        found = [f"`{group}`"]
         for strategy in strategies:
-            keys = [(strategy, row) for row in rows if of(row) == group]
+            keys = [(strategy, row) for row in rows if (of(row) if of else row) == group]
             words = Counter(_word(matrix.verdicts[key], notes) for key in keys if key in matrix.verdicts)
-            cells.append(", ".join(f"{count} {word}" for word, count in words.items()))
-        yield _row([f"`{group}`", *cells])
+            found.append(", ".join(f"{count} {word}" if of else word for word, count in words.items()))
+        yield found
 
 
 def _word(verdict: Verdict, notes: dict[str, int]) -> str:
@@ -190,42 +178,27 @@ def _superscript(number: int) -> str:
     return "".join(DIGITS[int(digit)] for digit in str(number))
 
 
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterable[str]:
+    return (f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
-def _legend() -> list[str]:
-    return [
-        "`loss` and `norm`: the largest relative distance from one device over all steps. `products`: matrix products,",
-        "forward and backward. `norms`: what the norms computed in. `reduced`: what gradients were summed over ranks",
-        "in, and by which collectives. Bytes on a rank of parameters, gradients and optimizer state: measured / by",
-        "formula; S is what the parameters take as stored, P their number, N the number of ranks.",
-    ]
+OBSERVED = ["policy", "loss", "norm", "stored", "products", "norms", "reduced", "state", *PARTS, "ratio"]
+LEGEND = """\
+`loss` and `norm`: the largest relative distance from one device over all steps. `products`: matrix products,
+forward and backward. `norms`: what the norms computed in. `reduced`: what gradients were summed over ranks
+in, and by which collectives. Bytes on a rank of parameters, gradients and optimizer state: measured / by
+formula; S is what the parameters take as stored, P their number, N the number of ranks."""
 
 
-def _observed(verdicts: dict[str, Verdict]) -> Iterable[str]:
-    heads = ["policy", "loss", "norm", "stored", "products", "norms", "reduced", "state", *PARTS, "ratio"]
-    yield _row(heads)
-    yield _row(["---"] * len(heads))
-    for policy, verdict in verdicts.items():
-        figures = verdict.figures
-        if "dtypes" not in figures:
-            continue
-        dtypes = [figures["dtypes"][key] for key in ("stored", "products", "norms", "reduced", "state")]
-        yield _row([f"`{policy}`", *(_figure(figures.get(key)) for key in ("loss", "norm")), *dtypes, *_bytes(figures)])
+def _observed(verdicts: dict[str, Verdict]) -> Iterable[list[str]]:
+    for policy, figures in ((policy, verdict.figures) for policy, verdict in verdicts.items()):
+        if "dtypes" in figures:
+            numbers = ["-" if figures.get(key) is None else f"{figures[key]:.1e}" for key in ("loss", "norm")]
+            measured, formula = figures["measured"], figures["formula"]
+            ratio = sum(measured.values()) / sum(formula.values())
+            taken = [f"{measured[part]} / {formula[part]:.0f}" for part in PARTS]
+            yield [f"`{policy}`", *numbers, *(figures["dtypes"][key] for key in OBSERVED[3:8]), *taken, f"{ratio:.3f}"]
 
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
-
-
-def _bytes(figures: dict[str, dict[str, float]]) -> list[str]:
-    measured, formula = figures["measured"], figures["formula"]
-    ratio = sum(measured.values()) / sum(formula.values())
-    return [*(f"{measured[part]} / {formula[part]:.0f}" for part in PARTS), f"{ratio:.3f}"]
-
-
-# ---------------------------------------------------------------------- in one table
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FULL = DOCS / "reference" / "conformance.md", DOCS / "conformance.txt"
@@ -255,12 +228,12 @@ runs in eager mode.
 def summary(words: Mapping[tuple[str, str], str]) -> str:
     others = [table for table in TABLES if table != "plan"]
     heads = ["strategy", *(f"`{mode}`" for mode in MODES), *others]
-    lines = [_row(heads), _row(["---"] * len(heads))]
+    rows = list[list[str]]()
     for strategy in STRATEGIES:
         policies = [{n: words[strategy, n] for n, policy in POLICIES.items() if policy.mode == mode} for mode in MODES]
         counts = [_counts(words[strategy, row] for row in TABLES[t][0] if (strategy, row) in words) for t in others]
-        lines.append(_row([f"`{strategy}`", *map(_mode, policies), *counts]))
-    return _SUMMARY.format(table="\n".join(lines))
+        rows.append([f"`{strategy}`", *map(_mode, policies), *counts])
+    return _SUMMARY.format(table="\n".join(_table(heads, rows)))
 
 
 def _mode(found: Mapping[str, str]) -> str:

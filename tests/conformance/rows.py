@@ -38,20 +38,16 @@ class Policy:
         return self.mode.endswith("-mixed")
 
     @property
-    def half(self) -> str:
+    def compute(self) -> str:
         return {"32": "fp32", "bf16": "bf16", "16": "fp16"}[self.mode.split("-")[0]]
 
     @property
-    def compute(self) -> str:
-        return self.half
-
-    @property
     def rounding(self) -> float:
-        return {"fp32": 2**-23, "bf16": 2**-7, "fp16": 2**-10}[self.half]
+        return {"fp32": 2**-23, "bf16": 2**-7, "fp16": 2**-10}[self.compute]
 
     @property
     def storage(self) -> str:
-        return "fp32" if self.mixed else self.half
+        return "fp32" if self.mixed else self.compute
 
     @property
     def norm_storage(self) -> str:
@@ -209,8 +205,6 @@ TABLES = {
     "compiled": (tuple(COMPILED_ROWS), ("single", "ddp", "fsdp2")),
 }
 
-
-# ---------------------------------------------------------------------- a part of them for CI
 
 Key = tuple[str, str]
 Pair = tuple[tuple[str, object], ...]

@@ -58,8 +58,6 @@ def test_a_cell(strategy: str, row: str, word: str, references: matrix.Reference
     assert verdict.word == word, verdict.reasons
 
 
-# ---------------------------------------------------------------------- the observer sees what runs
-
 CONFUSED = {
     # what ran, what was declared, what gives it away
     "no autocast": ("32-true", "bf16-mixed", "computed in fp32, not bf16"),

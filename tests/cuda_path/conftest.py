@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cuda_path.machine import CannotBuildError, library
-from cuda_path.processes import Processes
+from cuda_path.machine import CannotBuildError, Processes, library
 
 
 @pytest.fixture(scope="session")

@@ -49,14 +49,14 @@ WARM = 4
 
 
 def site() -> str:
-    """Who asked, past torch's way from Python to an operator: ``file:function`` and, after a blank, the line."""
+    """Who asked, past torch's way from Python to an operator."""
     frame = sys._getframe(1)
     while frame is not None:
         name, here = frame.f_globals.get("__name__", ""), frame.f_code
         if name.startswith(ASKS) and here.co_name not in ("__torch_function__", "__torch_dispatch__"):
-            return f"{name.replace('.', '/')}.py:{here.co_name} {frame.f_lineno}"
+            return f"{name.replace('.', '/')}.py:{here.co_name}"
         frame = frame.f_back
-    return "torch "
+    return "torch"
 
 
 class Watched(TorchDispatchMode):
@@ -71,8 +71,6 @@ class Watched(TorchDispatchMode):
         super().__init__()
         self.on, self._real = False, True
         self.waits: Counter[str] = Counter()
-        #: of each wait its line
-        self.lines: dict[str, str] = {}
         self.operators: Counter[str] = Counter()
         #: reads of what had not arrived
         self.early: list[str] = []
@@ -112,9 +110,7 @@ class Watched(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         if self.on:
-            where, _, line = site().partition(" ")
-            self.waits[f"{what} {where}"] += 1
-            self.lines[f"{what} {where}"] = line
+            self.waits[f"{what} {site()}"] += 1
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         source = args[1] if func is ATEN.copy_.default else args[0]
@@ -235,10 +231,6 @@ class Fit:
         with tempfile.TemporaryDirectory() as folder, on_the_machine(module, self.ranks) as (watched, module):
             return self._fit(watched, module, folder)
 
-    @property
-    def fp8(self) -> FP8 | None:
-        return FP8(small="convert") if self.precision == "fp8-mixed" else None
-
     def arguments(self) -> dict[str, Any]:
         """What the Trainer is given."""
         given: dict[str, Any] = {"devices": self.ranks, "accelerator": "cuda", **self.trainer}
@@ -246,7 +238,8 @@ class Fit:
             given |= {"gradient_clip_val": 1.0, "gradient_clip_algorithm": self.clip}
         if self.stock:
             return {**given, "precision": self.precision}
-        plan = MixedPrecisionPlan(self.precision, **{"fp8": self.fp8, **self.plan})
+        fp8 = FP8(small="convert") if self.precision == "fp8-mixed" else None
+        plan = MixedPrecisionPlan(self.precision, **{"fp8": fp8, **self.plan})
         if self.strategy != "auto":
             given["strategy"] = make_strategy(self.strategy, plan, **self.options)
         return {**given, "plugins": [plan]}
@@ -271,8 +264,7 @@ class Fit:
         )
         rows = DataLoader(TensorDataset(torch.ones(4096, 16)), batch_size=16)
         runner.fit(module, rows)
-        lines = {where: watched.lines[where] for where in watched.waits}
-        return Found(dict(watched.waits), lines, watched.early, window.moved, dict(watched.operators))
+        return Found(dict(watched.waits), watched.early, window.moved, dict(watched.operators))
 
 
 CALLBACKS: dict[str, Callable[[str], Callback]] = {
@@ -288,47 +280,28 @@ CALLBACKS: dict[str, Callable[[str], Callback]] = {
 
 @dataclass(frozen=True)
 class Fits:
-    """Several, one after another in one process."""
+    """Several, one after another in one process: what was seen of each, or the plan's refusal."""
 
     fits: tuple[Fit, ...]
 
-    def run(self) -> list[Found]:
-        return [_named(fit) for fit in self.fits]
-
-
-@dataclass(frozen=True)
-class Tried:
-    """Several, of each of which the plan's refusal is returned, or ``None``."""
-
-    fits: tuple[Fit, ...]
-
-    def run(self) -> list[str | None]:
-        return [self._refusal(fit) for fit in self.fits]
+    def run(self) -> list[Found | str]:
+        return [self._found(fit) for fit in self.fits]
 
     @staticmethod
-    def _refusal(fit: Fit) -> str | None:
+    def _found(fit: Fit) -> Found | str:
         try:
-            _named(fit)
+            return fit.run()
         except PlanError as error:
             return str(error)
-        return None
-
-
-def _named(fit: Fit) -> Found:
-    try:
-        return fit.run()
-    except PlanError:
-        raise
-    except Exception as error:
-        raise RuntimeError(f"{fit}") from error
+        except Exception as error:
+            raise RuntimeError(f"{fit}") from error
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was seen of a fit: how often the host waited in a warm step, and where, with the lines."""
+    """What was seen of a fit: how often the host waited in a warm step, and where."""
 
     waits: dict[str, int]
-    lines: dict[str, str]
     #: what was read before it had arrived
     early: list[str]
     #: what was on another device at the end than in the warm step

@@ -1,4 +1,4 @@
-"""A CUDA machine of nothing in a CPU build of torch: import this before torch, then call ``install()``.
+"""A CUDA machine of nothing in a CPU build of torch, and processes on it.
 
 Tensors on "cuda" are fakes (``FakeTensorMode``): they have a shape, a dtype and a device, no numbers. What the host
 asks of the device past the operators (events, streams) is told to ``LISTENERS``.
@@ -6,19 +6,23 @@ asks of the device past the operators (events, streams) is told to ``LISTENERS``
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import importlib.util
 import os
+import pickle
 import shutil
 import subprocess
-import sys
 import tempfile
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from support.ranks import Call, Case, Ranks, in_a_fork
 
 SOURCE = Path(__file__).with_name("noop_cuda.cpp")
 
@@ -35,8 +39,6 @@ class Machine:
 
     def become(self, other: Mapping[str, Any]) -> None:
         """Take the fields of another; one with an ``arch`` is a build of torch for ROCm."""
-        import torch
-
         vars(self).update(other)
         torch.version.hip, torch.version.cuda = ("6.4", None) if self.arch else (None, "12.8")
 
@@ -51,29 +53,25 @@ class CannotBuildError(RuntimeError):
     """There is no compiler, or torch's headers do not fit."""
 
 
-# ------------------------------------------------------------------ the backend
-
-
 def library() -> Path:
     """The backend for the torch of this Python, built once into the system's temporary folder.
 
     Raises:
         CannotBuildError: as it says.
     """
-    torch_at = _torch()
-    parts = (SOURCE.read_bytes(), str(torch_at).encode(), (torch_at / "version.py").read_bytes())
-    key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    torch_at = Path(torch.__file__).parent
+    flags = ["-O1", "-fPIC", "-shared", "-std=c++20", f"-I{torch_at}/include"]
+    links = [f"-L{torch_at}/lib", f"-Wl,-rpath,{torch_at}/lib", "-ltorch_cpu", "-lc10", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+    parts = (SOURCE.read_bytes(), " ".join([*flags, *links]).encode(), (torch_at / "version.py").read_bytes())
     folder = Path(tempfile.gettempdir()) / f"noop_cuda-{os.getuid()}"
-    built = folder / f"{key}.so"
+    built = folder / f"{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
     if built.exists():
         return built
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise CannotBuildError("no g++ or clang++ on the PATH")
     folder.mkdir(mode=0o700, exist_ok=True)
-    part = folder / f"{key}.{os.getpid()}"
-    flags = ["-O1", "-fPIC", "-shared", "-std=c++20", f"-I{torch_at}/include"]
-    links = [f"-L{torch_at}/lib", "-ltorch_cpu", "-lc10", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+    part = built.with_suffix(f".{os.getpid()}")
     done = subprocess.run(
         [compiler, *flags, str(SOURCE), "-o", str(part), *links], capture_output=True, text=True, check=False
     )
@@ -81,24 +79,6 @@ def library() -> Path:
         raise CannotBuildError(f"{compiler}: {done.stderr.strip()[-600:]}")
     part.replace(built)  # whole, whoever else builds it
     return built
-
-
-def _torch() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def load() -> None:
-    """Put the backend in place, which libtorch looks for once."""
-    if "torch" in sys.modules:
-        raise RuntimeError("torch was imported before the machine was loaded")
-    ctypes.CDLL(str(_torch() / "lib" / "libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
-
-
-# ------------------------------------------------------------------ torch.cuda
 
 
 def _tell(what: str, who: Any = None) -> None:
@@ -208,7 +188,6 @@ def install() -> None:
     # These look at torch while it is as it was built: kernels of Triton and NCCL are not there.
     import lightning.fabric.accelerators.cuda as accelerator
     import lightning.pytorch  # noqa: F401
-    import torch
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor
@@ -285,3 +264,46 @@ def install() -> None:
 def _set(owner: Any, **values: Any) -> None:
     for name, value in values.items():
         setattr(owner, name, value)
+
+
+#: how long a case may take on a busy machine, and what is imported before the first
+SECONDS = 240.0
+PRELOADED = ("lightning_mp.callbacks", "lightning_mp.planner", "lightning_mp.planner.predict", "cuda_path.fits")
+#: what says that a process was launched or seeded, which these were not
+LAUNCHED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHED += ("TORCHELASTIC_RUN_ID", "PL_GLOBAL_SEED")
+
+
+class Processes:
+    """Runs each case in a fork of one process that imported everything and ran nothing.
+
+    A process that has run a backward pass must not be forked: autograd's threads would be missing. TF32's switches once
+    written do not read as never written.
+    """
+
+    def __init__(self) -> None:
+        self._ranks = Ranks(1, SECONDS, {"LD_PRELOAD": str(library())})
+        self.stop = self._ranks.stop
+
+    def run(self, case: Case, machine: Machine | None = None) -> Any:
+        """What ``case.run()`` returned on ``machine``; raises RankError where it failed, died or hung."""
+        return self._ranks.run(Call(_forked, (asdict(machine or Machine()), pickle.dumps(case))))[0]
+
+
+def _forked(machine: Mapping[str, Any], case: bytes) -> Any:
+    _prepare()
+    return in_a_fork(_on, machine, case)
+
+
+@cache
+def _prepare() -> None:
+    for name in LAUNCHED:
+        os.environ.pop(name, None)
+    install()
+    for name in PRELOADED:
+        import_module(name)
+
+
+def _on(machine: Mapping[str, Any], case: bytes) -> Any:
+    MACHINE.become(machine)
+    return pickle.loads(case).run()

@@ -3,7 +3,7 @@
 //
 // With it, tensors of FakeTensorMode on "cuda" reach the parts of libtorch that want a device guard (autograd's engine,
 // indexing, streams) or the hooks (pinned memory). There are no kernels: only fake tensors can be "on" such a device.
-// It is loaded after libtorch_cpu.so and before `import torch`: machine.py does both.
+// It is preloaded (LD_PRELOAD): libtorch looks for it once.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cuda_path.fits import watching
-from cuda_path.processes import Processes
+from cuda_path.machine import Processes
 from lightning_mp import Pin
 from lightning_mp.numerics import grads
 from support.pinning import pin

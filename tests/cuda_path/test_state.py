@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy
 import pytest
+import torch
+import torch._functorch.config
 
 from cuda_path.fits import Fit
-from cuda_path.machine import Machine
-from cuda_path.processes import Processes
+from cuda_path.machine import Machine, Processes
+from support.tf32 import readings
 
 #: set by Lightning where CUDA devices are counted
 LIGHTNINGS = "CUDA_DEVICE_ORDER"
@@ -33,65 +39,29 @@ OFTEN = ("tf32", "bf16-mixed, pins, checkpointing", "fsdp2")
 
 
 def _state() -> dict[str, Any]:
-    """Every switch of the process that a plan, or what it uses, could set; what cannot be read says so."""
-    import os
-    import random
-
-    import numpy
-    import torch
-
-    backends, cuda = torch.backends, torch.backends.cuda
-    fp32 = {
-        "": backends,
-        "cuda.matmul": cuda.matmul,
-        "cudnn": backends.cudnn,
-        "cudnn.conv": backends.cudnn.conv,
-        "cudnn.rnn": backends.cudnn.rnn,
-        "mkldnn": backends.mkldnn,
-        "mkldnn.matmul": backends.mkldnn.matmul,
-        "mkldnn.conv": backends.mkldnn.conv,
-        "mkldnn.rnn": backends.mkldnn.rnn,
+    """Every switch of the process that a plan, or what it uses, could set."""
+    backends, cuda, functorch = torch.backends, torch.backends.cuda, torch._functorch.config
+    kinds = ("cuda", "cpu")
+    return {
+        **readings(),
+        "reductions": [
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ],
+        "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "default": [torch.get_default_dtype(), torch.get_default_device()],
+        "grad": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn": [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
+        "attention": [cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), backends.mha.get_fastpath_enabled()],
+        "backward of compiled": str(functorch.backward_pass_autocast),
+        "environment": {key: value for key, value in os.environ.items() if key != LIGHTNINGS},
+        "folder": Path.cwd(),
+        "python's generator": hash(random.getstate()),
+        "numpy's generator": crc32(numpy.random.get_state(legacy=True)[1].tobytes()),
+        "torch's generator": crc32(torch.get_rng_state().numpy().tobytes()),
     }
-    functorch: Any = __import__("torch._functorch.config").__dict__["_functorch"].config
-    reads = {
-        **{f"{name}.fp32_precision": lambda one=one: one.fp32_precision for name, one in fp32.items()},
-        "matmul precision": torch.get_float32_matmul_precision,
-        "cuda.matmul.allow_tf32": lambda: cuda.matmul.allow_tf32,
-        "cudnn.allow_tf32": lambda: backends.cudnn.allow_tf32,
-        "fp16 reduction": lambda: cuda.matmul.allow_fp16_reduced_precision_reduction,
-        "bf16 reduction": lambda: cuda.matmul.allow_bf16_reduced_precision_reduction,
-        "autocast": lambda: [torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")],
-        "autocast's dtype": lambda: [str(torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")],
-        "autocast's cache": torch.is_autocast_cache_enabled,
-        "default dtype": lambda: str(torch.get_default_dtype()),
-        "default device": lambda: str(torch.get_default_device()),
-        "grad": lambda: [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
-        "deterministic": torch.are_deterministic_algorithms_enabled,
-        "cudnn": lambda: [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
-        "attention": lambda: [cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), backends.mha.get_fastpath_enabled()],
-        "backward of compiled": lambda: str(functorch.backward_pass_autocast),
-        "environment": lambda: {key: value for key, value in os.environ.items() if key != LIGHTNINGS},
-        "folder": os.getcwd,
-        "python's generator": lambda: hash(random.getstate()),
-        "numpy's generator": lambda: hash(numpy.random.get_state(legacy=True)[1].tobytes()),
-        "torch's generator": lambda: hash(torch.get_rng_state().numpy().tobytes()),
-        "cudnn.flags()": _enters_flags,  # last: it writes
-    }
-    return {name: _tried(read) for name, read in reads.items()}
-
-
-def _tried(read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except RuntimeError as error:
-        return f"raises {error}"
-
-
-def _enters_flags() -> str:
-    import torch
-
-    with torch.backends.cudnn.flags():
-        return "can be entered"
 
 
 @dataclass(frozen=True)
@@ -101,10 +71,6 @@ class Left:
     fit: Fit | None = None
 
     def run(self) -> dict[str, Any]:
-        import random
-
-        import torch
-
         torch.manual_seed(0)
         random.seed(0)  # Python seeds it in each fork
         if self.fit is not None:
@@ -112,7 +78,7 @@ class Left:
                 self.fit.run()
             except KeyError:
                 assert self.fit.fails
-        drawn = hash(torch.get_rng_state().numpy().tobytes())
+        drawn = crc32(torch.get_rng_state().numpy().tobytes())
         torch.manual_seed(0)  # as a stock run draws
         return {**_state(), "drawn": drawn}
 

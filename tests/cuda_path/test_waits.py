@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from cuda_path.fits import Fit, Fits, Found, watching
-from cuda_path.machine import Machine
-from cuda_path.processes import Processes
+from cuda_path.machine import Machine, Processes
 from support.cells import pairwise
 
 FLAG = "read lightning_mp/numerics/loss_scale.py:_read"
@@ -113,10 +112,10 @@ def rows() -> Iterator[Row]:
 
 
 def said(row: Row, found: Found) -> list[str]:
-    """What differs from the table, with its lines."""
+    """What differs from the table."""
     expected, name = row.expected(), " ".join(map(str, row))
     seen = Counter(found.waits)
-    faults = [f"{name}: {where} {found.lines[where]}, {count} more" for where, count in (seen - expected).items()]
+    faults = [f"{name}: {where}, {count} more" for where, count in (seen - expected).items()]
     faults += [f"{name}: {where}, {count} fewer" for where, count in (expected - seen).items()]
     faults += [f"{name}: read before it had arrived: {where}" for where in found.early]
     return faults + [f"{name}: changed device: {where}" for where in found.moved]

@@ -22,9 +22,6 @@ from support.docs import tables, text
 CODE = re.compile(r"^`([^`]+)`$")
 
 
-# ---------------------------------------------------------------------- migrating
-
-
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names of the migration pages, in a folder of their own; TF32, which some rows set, is put back."""
@@ -73,9 +70,6 @@ def _evaluated(code: str, names: dict[str, Any]) -> Any:
         return eval(code, dict(names))
     except Exception as error:
         raise AssertionError(f"{code}: {type(error).__name__}: {error}") from error
-
-
-# ---------------------------------------------------------------------- modes and strategies
 
 
 def test_the_table_of_modes_is_the_policys() -> None:

@@ -190,8 +190,6 @@ def test_an_example_runs_without_a_warning_and_what_it_says_holds(
         assert all(len([json.loads(line) for line in file.read_text().splitlines()]) == count for file in files)
 
 
-# ---------------------------------------------------------------------- the notebook
-
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "plan_to_report.ipynb"
 
 

@@ -106,8 +106,6 @@ def look_at(program: str, arguments: Sequence[str], block: Block) -> None:
             assert requirement.name != "lightning-mp" or requirement.extras <= extras, f"{block.place}: {word}"
 
 
-# ---------------------------------------------------------------------- a page
-
 RUN = """\
 plan: {precision: 16-mixed}
 model: {_target_: my_project.MyModule}

@@ -89,9 +89,6 @@ class Bytes:
         return {"sharded": sharded, "ddp": other, "steps": moved.steps, "kept": module.kept}
 
 
-# ------------------------------------------------------------------ what a model may do with its weights
-
-
 class Kinds(nn.Module):
     """Weights of sizes that two ranks do not divide: tied ones, one used twice, a convolution, attention."""
 
