@@ -21,18 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import (
-    MODES,
-    SHAPES,
-    Shape,
-    StepTimes,
-    device_name,
-    fit,
-    interleaved,
-    plan,
-    quietly,
-    stock,
-)
+from benchmarks.harness import MODES, SHAPES, Shape, StepTimes, device_name, fit, interleaved, plan, quietly, stock
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 
 #: what, the mode, seconds of both sides, the target

@@ -100,10 +100,7 @@ def _objects(generator: torch.Generator) -> dict[str, Any]:
 
 
 def _features(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(4, LENGTH, WIDTH, generator=generator),
-        torch.randn(4, LENGTH, WIDTH, generator=generator),
-    )
+    return (torch.randn(4, LENGTH, WIDTH, generator=generator), torch.randn(4, LENGTH, WIDTH, generator=generator))
 
 
 def _pixels(generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -110,8 +110,7 @@ def test_fsdp1_is_the_same_as_one_device(alone: Ranks, mode: str) -> None:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize(
-    ("mode", "name"),
-    [(mode, name) for name in ZERO for mode in MODES if mode.endswith("mixed") or name not in HALF],
+    ("mode", "name"), [(mode, name) for name in ZERO for mode in MODES if mode.endswith("mixed") or name not in HALF]
 )
 def test_zero_is_the_same_as_one_device(alone: Ranks, mode: str, name: str) -> None:
     ((single, sharded),) = alone.run(Both(mode, name))

@@ -397,10 +397,7 @@ class FailsOnce(Net):
 
 class Two(Manual):
     def configure_optimizers(self) -> Any:
-        return [
-            adamw([*self.backbone.parameters(), *self.middle.parameters()]),
-            SGD(self.head.parameters(), lr=1e-2),
-        ]
+        return [adamw([*self.backbone.parameters(), *self.middle.parameters()]), SGD(self.head.parameters(), lr=1e-2)]
 
 
 # ---------------------------------------------------------------------- the table
