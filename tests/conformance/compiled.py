@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,29 +56,16 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-def _blocks(module: Learner, backend: str) -> Learner:
-    for block in module.blocks:
-        block.compile(backend=backend)
+def _given(module: Learner, row: CompiledRow) -> Any:
+    """What the Trainer is given."""
+    backend = row.backend
+    if row.way == "torch.compile(module)":
+        return torch.compile(module, backend=backend)
+    if row.way == "torch.compile(block)":
+        module.blocks = nn.Sequential(*(torch.compile(block, backend=backend) for block in module.blocks))  # type: ignore
+    for part in {"module.compile()": [module], "block.compile()": module.blocks}.get(row.way, ()):
+        part.compile(backend=backend)
     return module
-
-
-def _wrapped_blocks(module: Learner, backend: str) -> Learner:
-    module.blocks = nn.Sequential(*(torch.compile(block, backend=backend) for block in module.blocks))  # type: ignore
-    return module
-
-
-def _whole_module(module: Learner, backend: str) -> Learner:
-    module.compile(backend=backend)
-    return module
-
-
-#: what is given to the Trainer
-WAYS: dict[str, Callable[[Learner, str], Any]] = {
-    "torch.compile(module)": lambda module, backend: torch.compile(module, backend=backend),
-    "module.compile()": _whole_module,
-    "torch.compile(block)": _wrapped_blocks,
-    "block.compile()": _blocks,
-}
 
 
 @dataclass
@@ -110,7 +97,7 @@ def _run(strategy: str, row: CompiledRow, *, compiled: bool) -> Ran:
     if compiles:
         options["compile"] = True
     try:
-        given = WAYS[row.way](module, row.backend) if compiled and not compiles else module
+        given = _given(module, row) if compiled and not compiles else module
         arguments = trainer_arguments(strategy, plan, **options)
         fit(given, data=_batches(), callbacks=_callbacks(row, folder), **arguments)
         ran.counts = plan.applied_steps, plan.skipped_steps

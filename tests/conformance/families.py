@@ -119,10 +119,6 @@ def _own(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).loss
 
 
-def _square(output: Tensor) -> Tensor:
-    return output.float().pow(2).mean()
-
-
 def _regress(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]).float(), batch[1].float())
 
@@ -523,7 +519,9 @@ OTHERS = {
     "unet": _plain(_unet, batch=_pixels, loss=_classify),
     "conv1d": _plain(_conv1d),
     "experts": _plain(_experts),
-    "graph": _plain(_messages, batch=_graph, loss=lambda model, batch: _square(model(batch) - batch["y"])),
+    "graph": _plain(
+        _messages, batch=_graph, loss=lambda model, batch: (model(batch) - batch["y"]).float().pow(2).mean()
+    ),
     "detection": _plain(_detector, batch=_objects, loss=_detected),
     "gan": Family(_gan, _features, {"critic": _critic_loss, "generator": _generator_loss}, "Block", _UNUSED),
     "fp8 weights + lora": _plain(_quantized, "Float8Linear"),

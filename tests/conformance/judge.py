@@ -40,7 +40,11 @@ class Verdict:
 def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None) -> Verdict:
     ended = [cell for cell in cells if cell.word]
     if ended:
-        return _ended(cells, ended)
+        words = {cell.word for cell in ended}
+        if len(words) == 1 and len(ended) == len(cells) and words != {FAILED}:
+            return Verdict(ended[0].word, [ended[0].reason])
+        reasons = [f"rank {cell.rank} after {cell.steps_begun} steps, {cell.word}: {cell.reason}" for cell in ended]
+        return Verdict(FAILED, reasons)
     if reference is None:
         return Verdict(FAILED, ["there is no plain loop to compare with"])
     mains, policy = [cell.runs["main"] for cell in cells], row.policy
@@ -63,14 +67,6 @@ def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None)
     else:
         differences += _ended_at(row, mains, reference, figures)
     return Verdict(DIFFERS if differences else SAME, differences, figures)
-
-
-def _ended(cells: Sequence[Cell], ended: Sequence[Cell]) -> Verdict:
-    words = {cell.word for cell in ended}
-    if len(words) == 1 and len(ended) == len(cells) and words != {FAILED}:
-        return Verdict(ended[0].word, [ended[0].reason])
-    reasons = [f"rank {cell.rank} after {cell.steps_begun} steps, {cell.word}: {cell.reason}" for cell in ended]
-    return Verdict(FAILED, reasons)
 
 
 # ---------------------------------------------------------------------- dtypes
@@ -241,13 +237,12 @@ def _steps(
             yield f"counters: {name}, rank {rank} counts (applied, skipped) {run.counts}, not {counts}"
         if run.skipped != flags:
             yield f"skip: {name}, rank {rank}, step_skipped was {run.skipped}, not {flags}"
-        if len(run.lrs) != len(rates) or any(map(_rate_differs, run.lrs, rates)):
+        # some optimizers keep it in an fp32 tensor
+        if len(run.lrs) != len(rates) or any(
+            not math.isclose(*pair, rel_tol=1e-6) for pair in zip(run.lrs, rates, strict=True)
+        ):
             seen, wanted = ([f"{rate:.4g}" for rate in each] for each in (run.lrs, rates))
             yield f"schedule: {name}, rank {rank}, learning rates were {seen}, not {wanted}"
-
-
-def _rate_differs(seen: float, wanted: float) -> bool:
-    return not math.isclose(seen, wanted, rel_tol=1e-6)  # some optimizers keep it in an fp32 tensor
 
 
 def _scales(name: str, runs: Sequence[Run], wanted: list[float]) -> Iterator[str]:

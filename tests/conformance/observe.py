@@ -118,16 +118,13 @@ def hook(watch: Watch, name: str, module: nn.Module) -> list[Any]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         watch.leave(name, finished=output is not None)
         if output is not None:
-            watch.handed_on[name].update(_floating(output))
+            items = output if isinstance(output, (tuple, list)) else [output]
+            tensors = [one for one in items if isinstance(one, Tensor) and one.is_floating_point()]
+            watch.handed_on[name].update(dtype_name(one.dtype) for one in tensors)
 
     first = module.register_forward_pre_hook(lambda module, args: watch.enter(name))
     # always: a checkpointed region's recomputation leaves by an exception
     return [first, module.register_forward_hook(leave, always_call=True)]
-
-
-def _floating(value: Any) -> set[str]:
-    items = value if isinstance(value, (tuple, list)) else [value]
-    return {dtype_name(i.dtype) for i in items if isinstance(i, Tensor) and i.is_floating_point()}
 
 
 class Observer(Callback):

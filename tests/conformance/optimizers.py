@@ -129,14 +129,6 @@ class Stepper:
         return self.make([p for p in parameters if p.requires_grad], lr=self.rate)
 
 
-def _delegating(parameters: Any, lr: float) -> Optimizer:
-    return Delegating(_adamw(parameters, lr=lr, fused=True))
-
-
-def _sam(parameters: Any, lr: float) -> Optimizer:
-    return Sam(_adamw(parameters, lr=lr))
-
-
 STEPPERS = {
     "adamw_fused": Stepper(partial(_adamw, fused=True)),
     "adamw": Stepper(partial(_adamw, foreach=False)),
@@ -146,8 +138,8 @@ STEPPERS = {
     "muon": Stepper(Muon, rate=1e-2, takes=lambda parameter: parameter.ndim == 2),
     "lamb": Stepper(Lamb),
     "lion": Stepper(Lion, rate=1e-3),
-    "wrapper": Stepper(_delegating),
-    "sam": Stepper(_sam),
+    "wrapper": Stepper(lambda parameters, lr: Delegating(_adamw(parameters, lr=lr, fused=True))),
+    "sam": Stepper(lambda parameters, lr: Sam(_adamw(parameters, lr=lr))),
 }
 if find_spec("torchao") is not None:
     STEPPERS["adamw_8bit"] = Stepper(_eight_bits)

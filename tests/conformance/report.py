@@ -88,11 +88,13 @@ compiled after the second step, but where the gather of a shard unit lies in wha
 def text(matrix: Matrix) -> str:
     notes: dict[str, int] = {}
     lines = [_header(matrix), ""]
+    told = {"policies": len(FAMILY_ROWS) // len(FAMILIES), "numbers": sum(expected.whole(PLAN["32-true"]).values())}
+    told |= {"memory": judge.MEMORY_TOLERANCE, "weights": judge.WEIGHTS_TOLERANCE}
     for name, (all_rows, all_columns) in TABLES.items():
         rows = [row for row in all_rows if any(key[1] == row for key in matrix.verdicts)]
         columns = [column for column in all_columns if any((column, row) in matrix.verdicts for row in rows)]
         if rows:
-            lines += [f"## {name.capitalize()}", "", _told(name), ""]
+            lines += [f"## {name.capitalize()}", "", TOLD[name].strip().format(**told), ""]
             lines += [*_table(["", *columns], _grouped(matrix, columns, rows, notes, GROUPS.get(name))), ""]
     lines += [f"{_superscript(number)} {reason}\n" for reason, number in notes.items()]
     lines += ["## Observed", "", LEGEND, ""]
@@ -102,15 +104,6 @@ def text(matrix: Matrix) -> str:
             lines += [f"### {strategy}", "", f"Bytes a rank by formula: {expected.FORMULAS[strategy]}.", ""]
             lines += [*_table(OBSERVED, _observed(verdicts)), ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _told(table: str) -> str:
-    numbers = sum(expected.whole(PLAN["32-true"]).values())
-    told = TOLD[table].strip()
-    policies = len(FAMILY_ROWS) // len(FAMILIES)
-    return told.format(
-        policies=policies, numbers=numbers, memory=judge.MEMORY_TOLERANCE, weights=judge.WEIGHTS_TOLERANCE
-    )
 
 
 def _header(matrix: Matrix) -> str:
@@ -163,9 +156,8 @@ def _grouped(
 def _word(verdict: Verdict, notes: dict[str, int]) -> str:
     if verdict.word in (judge.SAME, judge.NO_LOOP):
         return verdict.word
-    reason = "; ".join(_one_line(reason) for reason in verdict.reasons)
-    number = notes.setdefault(reason, len(notes) + 1)
-    return f"{verdict.word}{_superscript(number)}"
+    reason = "; ".join(map(_one_line, verdict.reasons))
+    return f"{verdict.word}{_superscript(notes.setdefault(reason, len(notes) + 1))}"
 
 
 def _one_line(reason: str) -> str:

@@ -53,7 +53,7 @@ def _state() -> dict[str, Any]:
         "default": [torch.get_default_dtype(), torch.get_default_device()],
         "grad": [torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "cudnn": [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
+        "cudnn's flags": [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
         "attention": [cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), backends.mha.get_fastpath_enabled()],
         "backward of compiled": str(functorch.backward_pass_autocast),
         "environment": {key: value for key, value in os.environ.items() if key != LIGHTNINGS},

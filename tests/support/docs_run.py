@@ -154,19 +154,12 @@ def names() -> dict[str, Any]:
     import lightning_mp
 
     run_yaml()
-    hosts = (MixedPrecision, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-    ours = {name: getattr(lightning_mp, name) for name in lightning_mp.__all__}
+    hosts = (MixedPrecision, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, pl.Trainer, pl.LightningModule)
     return {
-        **ours,
-        **{host.__name__: host for host in hosts},
-        "Trainer": pl.Trainer,
-        "LightningModule": pl.LightningModule,
-        "DataLoader": DataLoader,
+        **{name: getattr(lightning_mp, name) for name in lightning_mp.__all__},
+        **{one.__name__: one for one in (*hosts, DataLoader, Block, MyData, MyModule)},
         "torch": torch,
-        "Block": Block,
-        "MyData": MyData,
-        "MyModule": MyModule,
-        "plan": lightning_mp.MixedPrecisionPlan("bf16-mixed"),
+        "plan": MixedPrecisionPlan("bf16-mixed"),
         "module": MyModule(),
         "dataset": MyData().rows,
     }
@@ -174,8 +167,6 @@ def names() -> dict[str, Any]:
 
 def a_run() -> None:
     """``run.yaml``, and the run in ``runs/x`` that the page goes on from."""
-    from lightning_mp.cli.train import run as train
-
     run_yaml()
     quiet = ("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false")
     assert train(["run.yaml", "run_dir=runs/x", "trainer.max_epochs=1", *quiet], lambda _: None) == 0
@@ -302,17 +293,13 @@ class PageRun:
             extra = ["--show"]  # composed and checked, for every run of a sweep
         elif training:
             extra = ["trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", *extra]
-        status, output = _called([*arguments, *extra])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = CliRunner().invoke(app, [*arguments, *extra])
+        status, output = result.exit_code, result.output + ("" if result.exception is None else repr(result.exception))
         expected = next((status for start, status in self.setup.status.items() if line.startswith(start)), 0)
         assert status == expected, (block.place, line, status, output)
         self.printed += output
-
-
-def _called(arguments: list[str]) -> tuple[int, str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = CliRunner().invoke(app, arguments)
-    return result.exit_code, f"{result.output}{'' if result.exception is None else repr(result.exception)}"
 
 
 def _any(patterns: Sequence[str], line: str) -> bool:

@@ -84,14 +84,6 @@ def _stock_ddp(mode: str) -> dict[str, Any]:
     return {"strategy": DDPStrategy(process_group_backend="gloo", **_WAIT), "precision": mode}
 
 
-def _stock_fsdp1(mode: str) -> dict[str, Any]:
-    return {"strategy": sharded_hosts.fsdp1(), "precision": mode}
-
-
-def _stock_zero(stage: int) -> Callable[[str], dict[str, Any]]:
-    return lambda mode: {"strategy": sharded_hosts.deepspeed(stage), "precision": mode}
-
-
 def _ours(name: str, **options: Any) -> Callable[[str], dict[str, Any]]:
     def host(mode: str) -> dict[str, Any]:
         plan = plan_for(mode, STATIC, pins=None if name == "fsdp1" else {"LayerNorm": "fp32"})
@@ -103,9 +95,9 @@ def _ours(name: str, **options: Any) -> Callable[[str], dict[str, Any]]:
 
 HOSTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "stock ddp": _stock_ddp,
-    "stock fsdp1": _stock_fsdp1,
-    "stock zero1": _stock_zero(1),
-    "stock zero3": _stock_zero(3),
+    "stock fsdp1": lambda mode: {"strategy": sharded_hosts.fsdp1(), "precision": mode},
+    "stock zero1": lambda mode: {"strategy": sharded_hosts.deepspeed(1), "precision": mode},
+    "stock zero3": lambda mode: {"strategy": sharded_hosts.deepspeed(3), "precision": mode},
     "ddp": _ours("ddp"),
     "fsdp2": _ours("fsdp2", wrap="Linear"),
     "fsdp1": _ours("fsdp1", wrap="Linear"),
