@@ -6,7 +6,7 @@ import os
 import re
 import sysconfig
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
@@ -59,7 +59,7 @@ class TextWindows(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        self._documents = _standard_library() if text is None else _from_path(Path(text))
+        self._documents = documents_of(text)
         self._vocab, self._context = vocab, context
         self._batch_size, self._val_batches, self._num_workers = batch_size, val_batches, num_workers
         self._train = self._val = torch.empty(0, context + 1, dtype=torch.int64)
@@ -115,32 +115,19 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
 # ---------------------------------------------------------------------- documents
 
 
-def _standard_library(folder: Path | None = None) -> tuple[str, ...]:
-    """The ``.py`` files of the running Python's standard library, in sorted order, at most ``MAX_BYTES`` of them."""
-    folder = folder or Path(sysconfig.get_path("stdlib"))
-    found = _read(folder, _sources(folder))
-    if not found:  # as in some trimmed or zipped installations
-        raise PlanError.of(f"this Python has no library sources in {folder}", "give text=", "TextWindows")
-    return found
-
-
 def _sources(folder: Path) -> Iterator[Path]:
     for home, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED]  # os.walk leaves out the others
         yield from (Path(home, name) for name in names if name.endswith(".py"))
 
 
-def _from_path(path: Path) -> tuple[str, ...]:
-    """A text file, or every text file of a folder in sorted order (hidden ones left out), up to ``MAX_BYTES``."""
-    found = _read(path, path.rglob("*") if path.is_dir() else [path])
-    if not found:
-        said = "has no UTF-8 text" if path.exists() else "does not exist"
-        raise PlanError.of(f"text {path} {said}", "check the path, or leave it out", "TextWindows")
-    return found
+def documents_of(text: str | None) -> tuple[str, ...]:
+    """A text file, or those of a folder in sorted order, hidden ones left out, up to ``MAX_BYTES``; ``None``: Python's.
 
-
-def _read(folder: Path, paths: Iterable[Path]) -> tuple[str, ...]:
-    """What is text among ``paths``, in sorted order, up to ``MAX_BYTES``, cut between characters."""
+    The cut is between characters. Of the standard library of the running Python they are the ``.py`` files.
+    """
+    folder = Path(sysconfig.get_path("stdlib") if text is None else text)
+    paths = _sources(folder) if text is None else folder.rglob("*") if folder.is_dir() else [folder]
     documents: list[str] = []
     left = MAX_BYTES
     for names, path in sorted((path.relative_to(folder).parts, path) for path in paths):
@@ -155,4 +142,7 @@ def _read(folder: Path, paths: Iterable[Path]) -> tuple[str, ...]:
             if "\0" not in text and text and not text.isspace():
                 documents.append(text)
                 left -= len(text.encode())
+    if not documents:
+        said = "has no UTF-8 text" if folder.exists() else "does not exist"
+        raise PlanError.of(f"text {folder} {said}", "check the path, or leave it out", "TextWindows")
     return tuple(documents)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_mp.demo import text_windows
-from lightning_mp.demo.text_windows import MAX_BYTES, TextWindows, encoded
+from lightning_mp.demo.text_windows import MAX_BYTES, TextWindows, documents_of, encoded
 from lightning_mp.errors import PlanError
 
 FOLDER = Path(text_windows.__file__).parent
@@ -22,31 +22,26 @@ def _write(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def documents(text: Path) -> tuple[str, ...]:
-    return TextWindows(str(text))._documents
-
-
-def test_the_standard_library_comes_sorted_and_capped(tmp_path: Path) -> None:
+def test_the_standard_library_comes_sorted_and_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its tests and what is installed."""
-    real = text_windows._standard_library()
+    real = documents_of(None)
     assert 100_000 < sum(len(document.encode()) for document in real) <= MAX_BYTES
     assert any("class OrderedDict" in document for document in real)
     files = {"b.py": "b", "a/z.py": "a z", "test/x.py": "x", "site-packages/p.py": "p", "a/notes.txt": "n"}
-    assert text_windows._standard_library(_write(tmp_path / "some", files)) == ("a z", "b")
-    with pytest.raises(PlanError, match=r"no library sources in .* Give text="):
-        text_windows._standard_library(tmp_path / "none")
+    monkeypatch.setattr(text_windows.sysconfig, "get_path", lambda _: str(_write(tmp_path, files)))
+    assert documents_of(None) == ("a z", "b")
 
 
 def test_a_text_is_cut_between_characters_and_all_files_count_together(tmp_path: Path) -> None:
     # 4 million is no multiple of three, so the cut falls inside a character
-    (large,) = documents(_write(tmp_path, {"large.txt": "€" * (MAX_BYTES // 3 + 10)}) / "large.txt")
+    (large,) = documents_of(str(_write(tmp_path, {"large.txt": "€" * (MAX_BYTES // 3 + 10)}) / "large.txt"))
     assert MAX_BYTES - 4 < len(large.encode()) <= MAX_BYTES
     latin = tmp_path / "latin.txt"
     latin.write_bytes("\xe9t\xe9 ".encode("latin-1") * (MAX_BYTES // 3))
     with pytest.raises(PlanError, match="has no UTF-8 text"):  # of whatever length
         TextWindows(str(latin))
     half = "x" * (MAX_BYTES // 2 + 1)
-    found = documents(_write(tmp_path / "more", {"a": half, "b": half, "c": half}))
+    found = documents_of(str(_write(tmp_path / "more", {"a": half, "b": half, "c": half})))
     assert [len(document) for document in found] == [MAX_BYTES // 2 + 1, MAX_BYTES // 2 - 1]
 
 
