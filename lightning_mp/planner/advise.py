@@ -53,11 +53,9 @@ class Advice:
             PlanError: nothing fits.
         """
         if not self.choices:
-            given = (
-                f"{in_short(self.shape.params)} parameters do not fit: {self.missing_bytes / _GIB:,.1f} GiB too many"
-            )
+            missing = f"{self.missing_bytes / _GIB:,.1f} GiB too many on each {self.gpu.word}"
             fix = f"use {self.nearest_gpus} GPUs" if self.nearest_gpus else "use a larger GPU, or offload=True"
-            raise PlanError.of(f"{given} on each {self.gpu.word}", fix, "advise")
+            raise PlanError.of(f"{in_short(self.shape.params)} parameters do not fit: {missing}", fix, "advise")
         return self.choices[0]
 
     def yaml(self, choice: Estimate | None = None) -> str:
@@ -66,19 +64,57 @@ class Advice:
         Raises:
             PlanError: nothing fits, or it is of a module.
         """
-        return _yaml(choice or self.best, self.module, self.tokens)
+        import yaml
+
+        choice, module = choice or self.best, self.module
+        shape, layout, staged = choice.shape, choice.layout, choice.layout.pipeline > 1
+        if module is not None and not (isinstance(module, Mapping) and module.get("model_type")):
+            said = "there is a file for a ModelShape or a transformers config with model_type alone"
+            raise PlanError.of(said, "write the model section yourself", "advise")
+        groups = {"plan": "auto", "strategy": layout.strategy, **({} if module else {"model": "llama_tiny"})}
+        groups |= {"data": "library_text", "trainer": "gpu", "callbacks": "health"}
+        found: dict[str, Any] = {"defaults": [*({group: name} for group, name in groups.items()), "_self_"]}
+        found["plan"] = plan = dict[str, Any](precision=layout.precision)
+        if layout.checkpointing != "none":
+            in_gpt = module is not None and ("n_layer" in module or module["model_type"] == "falcon")
+            modules = "*.h.*" if in_gpt else "*.layers.*"  # the list that holds the layers
+            plan["checkpointing"] = {"modules": modules, "mode": layout.checkpointing}
+        if staged:
+            stages = {"stages": layout.pipeline, "microbatches": layout.accumulate, "schedule": "1f1b"}
+            shard = {"shard": True} if layout.data > 1 else {}
+            found["strategy"] = {**stages, "data_parallel_size": layout.data, **shard}
+        elif layout.tensor > 1:
+            found["strategy"] = {"tensor_parallel": layout.tensor}
+        if module is None:
+            width = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
+            heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+            model: dict[str, Any] = {"config": {**width, "num_hidden_layers": shape.layers, **heads}}
+        else:
+            kept = {key: value for key, value in module.items() if key not in _NOT_OF_A_MODEL}
+            model = {"_target_": _CAUSAL_LM, "architecture": module["model_type"], "config": kept}
+        found["model"] = {**model, "lr": 3e-4}
+        rows = layout.micro_batch * (layout.accumulate if staged else 1)  # a pipeline cuts its batches itself
+        found["data"] = {"vocab": shape.vocab, "context": shape.seq_len, "batch_size": rows}
+        found["trainer"] = {"devices": min(layout.gpus, layout.gpus_per_node), "num_nodes": layout.nodes}
+        found["seed"] = 0
+        if layout.accumulate > 1 and not staged:
+            found["trainer"]["accumulate_grad_batches"] = layout.accumulate
+        if self.tokens is not None:
+            batch = layout.data * layout.micro_batch * layout.accumulate * shape.seq_len
+            found["trainer"] |= {"max_steps": math.ceil(self.tokens / batch), "max_epochs": -1}
+        head = f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {choice}."
+        return f"{head}\n# {choice.reason}.\n" + yaml.safe_dump(found, sort_keys=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
+        as_they_are = ("precision_reason", "missing_bytes", "nearest_gpus")
         return {
             "shape": asdict(self.shape),
             "gpu": self.gpu.word,
-            "precision_reason": self.precision_reason,
             "choices": [choice.to_dict() for choice in self.choices],
             "lost": list(self.lost),
             "tokens": self.tokens or self.shape.tokens,
-            "missing_bytes": self.missing_bytes,
-            "nearest_gpus": self.nearest_gpus,
+            **{name: getattr(self, name) for name in as_they_are},
         }
 
 
@@ -211,15 +247,12 @@ def _rank(each: Estimate) -> tuple[float, ...]:
 
 
 def _label(layout: Layout) -> str:
-    degrees = f"data={layout.data}" + "".join(
-        f" x {name}={getattr(layout, name)}" for name in ("tensor", "pipeline") if getattr(layout, name) > 1
-    )
-    return f"{layout.strategy} ({degrees})"
+    others = [f"{name}={degree}" for name in ("tensor", "pipeline") if (degree := getattr(layout, name)) > 1]
+    return f"{layout.strategy} ({' x '.join([f'data={layout.data}', *others])})"
 
 
 def _reason(each: Estimate, why: str) -> str:
-    layout = each.layout
-    parts = list[str]()
+    layout, parts = each.layout, [why]
     if layout.checkpointing != "none":
         without = of_layout(each.shape, replace(layout, checkpointing="none"))
         saved = (without.memory_bytes - each.memory_bytes) / _GIB
@@ -228,15 +261,15 @@ def _reason(each: Estimate, why: str) -> str:
         parts.append(f"{bubble(layout.pipeline, layout.accumulate):.0%} of a step is bubble")
     if not each.measured:
         parts.append("no published run on this GPU in this mode: a wider range")
-    return "; ".join([why, *parts])
+    return "; ".join(parts)
 
 
 def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
-    lines: list[str] = []
-    for each in kept:
-        if not each.fits:
-            missing = each.missing_bytes / _GIB
-            lines.append(f"{_label(each.layout)} does not fit: {missing:,.1f} GiB missing at its smallest")
+    lines = [
+        f"{_label(each.layout)} does not fit: {each.missing_bytes / _GIB:,.1f} GiB missing at its smallest"
+        for each in kept
+        if not each.fits
+    ]
     for each in fitting[1:]:
         slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
         speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"
@@ -252,52 +285,3 @@ def _nearest(shape: ModelShape, base: Layout, offload: bool) -> int | None:
         if any(each is not None and each.fits for each in (_best_of(shape, one, None, 1) for one in layouts)):
             return gpus
     return None
-
-
-# ---------------------------------------------------------------------- a choice as a file for ``lightning-mp train``
-
-
-def _yaml(choice: Estimate, module: Any, tokens: float | None) -> str:
-    """The file: groups that the package ships, and what this run sets in them; of a module there is none."""
-    import yaml
-
-    shape, layout, staged = choice.shape, choice.layout, choice.layout.pipeline > 1
-    if module is not None and not (isinstance(module, Mapping) and module.get("model_type")):
-        said = "there is a file for a ModelShape or a transformers config with model_type alone"
-        raise PlanError.of(said, "write the model section yourself", "advise")
-    groups = {"plan": "auto", "strategy": layout.strategy, **({} if module else {"model": "llama_tiny"})}
-    groups |= {"data": "library_text", "trainer": "gpu", "callbacks": "health"}
-    found: dict[str, Any] = {"defaults": [*({group: name} for group, name in groups.items()), "_self_"]}
-    found["plan"] = plan = dict[str, Any](precision=layout.precision)
-    if layout.checkpointing != "none":
-        in_gpt = module is not None and ("n_layer" in module or module["model_type"] == "falcon")
-        modules = "*.h.*" if in_gpt else "*.layers.*"  # the list that holds the layers
-        plan["checkpointing"] = {"modules": modules, "mode": layout.checkpointing}
-    if staged:
-        stages = {"stages": layout.pipeline, "microbatches": layout.accumulate, "schedule": "1f1b"}
-        shard = {"shard": True} if layout.data > 1 else {}
-        found["strategy"] = {**stages, "data_parallel_size": layout.data, **shard}
-    elif layout.tensor > 1:
-        found["strategy"] = {"tensor_parallel": layout.tensor}
-    found["model"] = {**_model(shape, module), "lr": 3e-4}
-    rows = layout.micro_batch * (layout.accumulate if staged else 1)  # a pipeline cuts its batches itself
-    found["data"] = {"vocab": shape.vocab, "context": shape.seq_len, "batch_size": rows}
-    found["trainer"] = {"devices": min(layout.gpus, layout.gpus_per_node), "num_nodes": layout.nodes}
-    found["seed"] = 0
-    if layout.accumulate > 1 and not staged:
-        found["trainer"]["accumulate_grad_batches"] = layout.accumulate
-    if tokens is not None:
-        batch = layout.data * layout.micro_batch * layout.accumulate * shape.seq_len
-        found["trainer"] |= {"max_steps": math.ceil(tokens / batch), "max_epochs": -1}
-    head = f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {choice}."
-    return f"{head}\n# {choice.reason}.\n" + yaml.safe_dump(found, sort_keys=False)
-
-
-def _model(shape: ModelShape, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The architecture that a transformers config is of, or a Llama of that size."""
-    if config is not None:
-        kept = {key: value for key, value in config.items() if key not in _NOT_OF_A_MODEL}
-        return {"_target_": _CAUSAL_LM, "architecture": config["model_type"], "config": kept}
-    width = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
-    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
-    return {"config": {**width, "num_hidden_layers": shape.layers, **heads}}

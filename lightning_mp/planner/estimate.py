@@ -104,9 +104,10 @@ class Estimate:
 
     def days(self, tokens: float | None = None) -> tuple[float, float, float]:
         """Days for so many tokens, or for Chinchilla's budget: at the high, the middle and the low end of the range."""
-        low, mid, high = self.tokens_per_s
-        seconds = [(tokens or self.shape.tokens) / (each * self.layout.gpus) for each in (high, mid, low)]
-        return seconds[0] / _DAY, seconds[1] / _DAY, seconds[2] / _DAY
+        low, mid, high = (
+            (tokens or self.shape.tokens) / (each * self.layout.gpus) / _DAY for each in self.tokens_per_s
+        )
+        return high, mid, low
 
     def cost(self, price: float, tokens: float | None = None) -> tuple[float, float, float]:
         """The same in money, at ``price`` an hour of one GPU.
@@ -116,18 +117,15 @@ class Estimate:
         """
         if not is_number(price) or price < 0:
             raise PlanError.of(f"price={price!r} is no price of a GPU for an hour", "write 2.5", "estimate")
-        hourly = 24 * price * self.layout.gpus
-        low, mid, high = self.days(tokens)
-        return low * hourly, mid * hourly, high * hourly
+        low, mid, high = (24 * price * self.layout.gpus * days for days in self.days(tokens))
+        return low, mid, high
 
     def __str__(self) -> str:
         low, mid, high = self.tokens_per_s
         by = f"{self.convention}: {CONVENTIONS[self.convention]}"
         known = "" if self.measured else "; no published run on this GPU in this mode"
-        return (
-            f"{mid:,.0f} tokens/s a GPU ({low:,.0f} to {high:,.0f}{known}), MFU {self.mfu:.1%} ({by}), "
-            f"{self.memory_bytes / _GIB:.1f} GiB of {self.layout.gpu.memory / _GIB:.1f}"
-        )
+        speed = f"{mid:,.0f} tokens/s a GPU ({low:,.0f} to {high:,.0f}{known}), MFU {self.mfu:.1%} ({by})"
+        return f"{speed}, {self.memory_bytes / _GIB:.1f} GiB of {self.layout.gpu.memory / _GIB:.1f}"
 
 
 def estimate(  # noqa: PLR0913  what there is to say of a layout, by name

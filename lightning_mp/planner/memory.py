@@ -51,6 +51,8 @@ class Sharded:
 
 _ALL = Sharded(weights=True, gradients=True, optimizer=True)
 _OFFLOADED = replace(_ALL, offload=True)
+# DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (measured)
+_ZERO = Sharded(gradients=True, optimizer=True, copies=True)
 STRATEGIES = {
     "auto": Sharded(),
     "ddp": Sharded(),
@@ -59,12 +61,11 @@ STRATEGIES = {
     "fsdp": _ALL,
     "fsdp1": _ALL,
     "hsdp": replace(_ALL, within_node=True),
-    # DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (measured)
-    "deepspeed_zero1": Sharded(gradients=True, optimizer=True, copies=True),
-    "deepspeed_zero2": Sharded(gradients=True, optimizer=True, copies=True),
-    "deepspeed_zero1_half": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
-    "deepspeed_zero2_half": Sharded(gradients=True, optimizer=True, copies=True, halves=True),
-    "deepspeed_zero3": Sharded(weights=True, gradients=True, optimizer=True, copies=True),
+    "deepspeed_zero1": _ZERO,
+    "deepspeed_zero2": _ZERO,
+    "deepspeed_zero1_half": replace(_ZERO, halves=True),
+    "deepspeed_zero2_half": replace(_ZERO, halves=True),
+    "deepspeed_zero3": replace(_ALL, copies=True),
     "fsdp2_offload": _OFFLOADED,
     "fsdp1_offload": _OFFLOADED,
     "deepspeed_zero3_offload": _OFFLOADED,
@@ -135,14 +136,11 @@ def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float
     if sharded.offload:
         return 0.0, 0.0, 0.0
     weights, gradients, moments = HELD.get(precision, HELD["32-true"])
-    moments += weights if sharded.copies else 0
+    moments += weights * sharded.copies
     if sharded.halves and precision in _HALVED:
         weights = compute_bytes(precision)
-    return (
-        weights / (ranks if sharded.weights else 1),
-        gradients / (ranks if sharded.gradients else 1),
-        moments / (ranks if sharded.optimizer else 1),
-    )
+    over = [ranks if split else 1 for split in (sharded.weights, sharded.gradients, sharded.optimizer)]
+    return weights / over[0], gradients / over[1], moments / over[2]
 
 
 def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -36,16 +36,7 @@ from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import BARE
 from lightning_mp.planner import ModelShape, estimate
 from lightning_mp.planner.memory import PARTS, MemoryPrediction, held, name_of
-from lightning_mp.planner.storages import (
-    FakeCopies,
-    Storages,
-    alive,
-    fake_batch,
-    fake_module,
-    known,
-    peak,
-    strided,
-)
+from lightning_mp.planner.storages import FakeCopies, Storages, alive, fake_batch, fake_module, known, peak
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
@@ -125,12 +116,12 @@ def _replicated(found: MemoryPrediction, module: nn.Module, policy: PrecisionPol
     if ranks == 1:
         return found
     kept, size = found.held["gradients"], to_torch(policy.reduce_dtype).itemsize
-    another = 6 - size  # of 2 and 4 bytes a number the other
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    summed = (kept - size * trained) // (another - size)
-    other = kept + size * max(summed, 0)
-    parts = {**found.parts, "other": found.parts["other"] + other}
-    return replace(found, peak_bytes=found.peak_bytes + other, parts=parts)
+    # of 2 and 4 bytes a number, ``size`` is one: how many gradients are of the other
+    summed = max((kept - size * trained) // (6 - 2 * size), 0)
+    buckets = kept + size * summed
+    parts = {**found.parts, "other": found.parts["other"] + buckets}
+    return replace(found, peak_bytes=found.peak_bytes + buckets, parts=parts)
 
 
 # ---------------------------------------------------------------------- without one
@@ -147,21 +138,19 @@ def by_formula(
     if hasattr(strategy, "degrees"):  # the ranks that shard the weights, and those that split or share out layers
         _, shards, split = cast("Any", strategy).degrees(ranks)
     kind = "fsdp2" if name == "pipeline" and shards > 1 else name
-    found: dict[str, float] = dict(
-        zip(_HELD, (params / split * size for size in held(policy.precision, kind, shards)), strict=True)
-    )
-    tokens = next((leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
-    rows, length = (1, None) if tokens is None else (tokens.shape[0], tokens.shape[1] if tokens.dim() > 1 else None)
+    sizes = held(policy.precision, kind, shards)
+    found: dict[str, float] = {part: params / split * size for part, size in zip(_HELD, sizes, strict=True)}
+    shape: tuple[int, ...] = next((leaf.shape for leaf in leaves(batch) if isinstance(leaf, Tensor)), (1,))
     try:
         estimated = estimate(
-            ModelShape.from_config(config, params=params, seq_len=length),
+            ModelShape.from_config(config, params=params, seq_len=shape[1] if len(shape) > 1 else None),
             gpu="h100-80",
             gpus=ranks,
             strategy=kind,
             tensor=1 if name == "pipeline" else split,
             pipeline=split if name == "pipeline" else 1,
             precision=policy.precision,
-            micro_batch=rows,
+            micro_batch=shape[0],
             checkpointing="none" if policy.checkpointing is None else policy.checkpointing.mode,
         ).parts
         # The strategy's own mesh (HSDP's) is known here, what ZeRO keeps of an embedding there.
@@ -291,13 +280,14 @@ class _Follow(Callback):
             self.end = len(self._storages.events)
 
     def _name(self, trainer: Trainer, module: LightningModule) -> None:
-        name, parameters = self._storages.name, list(module.parameters())
-        name(strided(parameters), "parameters")
-        name(strided(module.buffers()), "buffers")
-        name(strided(parameter.grad for parameter in parameters), "gradients")
-        for optimizer in trainer.optimizers:
-            for state in optimizer.state.values():
-                name(strided(state.values()), "optimizer_state")
+        parameters = list(module.parameters())
+        states = (optimizer.state.values() for optimizer in trainer.optimizers)
+        self._storages.name(parameters, "parameters")
+        self._storages.name(module.buffers(), "buffers")
+        self._storages.name((parameter.grad for parameter in parameters), "gradients")
+        self._storages.name(
+            (each for state in chain.from_iterable(states) for each in state.values()), "optimizer_state"
+        )
 
 
 class OneOfMany(LightningEnvironment):
@@ -342,18 +332,16 @@ def traced(
     """
     device = torch.device("cpu")  # where the module is made; Lightning moves it
     on_cuda = torch.cuda.is_available() and trainer_args.get("accelerator", "auto") in ("auto", "gpu", "cuda")
-    storages = Storages("cuda" if on_cuda else "cpu")
-    follow = _Follow(storages)
-    given = {key: value for key, value in trainer_args.items() if key not in LEFT_OUT}
-    device_type = "cuda" if on_cuda else "cpu"  # also for a device that this machine lacks: sizes are the same
-    arguments: dict[str, Any] = {**given, "accelerator": device_type, **ALONE, "callbacks": [follow]}
+    storages = Storages(
+        "cuda" if on_cuda else "cpu"
+    )  # the CPU for a device that this machine lacks: sizes are the same
+    follow, arguments = _Follow(storages), {key: each for key, each in trainer_args.items() if key not in LEFT_OUT}
+    arguments |= {"accelerator": storages.device, **ALONE, "callbacks": [follow]}
     ranks = arguments.get("devices", 1)
+    modes = moved_in_place(), fakes_unnoticed(), resizes_told(storages.resized)
     with ExitStack() as stack:
-        stack.enter_context(_kept())
-        stack.enter_context(moved_in_place())
-        stack.enter_context(fakes_unnoticed())
-        stack.enter_context(resizes_told(storages.resized))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for mode in (_kept(), *modes, FakeTensorMode(allow_non_fake_inputs=True)):
+            stack.enter_context(mode)
         if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
             stack.enter_context(fake_ranks(ranks, known))
             arguments["plugins"] = [OneOfMany(ranks)]

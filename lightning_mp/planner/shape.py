@@ -36,8 +36,6 @@ _USUAL = (
     (405e9, 126, 16384),
     (1e12, 128, 25600),
 )
-
-
 #: types of mixtures of experts whose parameters are counted, as transformers 5 makes them
 _MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
@@ -324,14 +322,11 @@ def _check_degrees(layout: Layout, shape: ModelShape, faults: Faults) -> None:
     degrees = {name: getattr(layout, name) for name in ("data", "tensor", "pipeline", "context")}
     product = math.prod(degrees.values())
     if product != layout.gpus:
-        said = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
-        faults.add(
-            f"{said} on {layout.gpus} GPUs", allowed="degrees whose product is the GPUs", fix=f"use {product} GPUs"
-        )
+        said = " x ".join(f"{name}={degree}" for name, degree in degrees.items()) + f" on {layout.gpus} GPUs"
+        faults.add(said, allowed="degrees whose product is the GPUs", fix=f"use {product} GPUs")
     if layout.tensor > layout.gpus_per_node:
-        faults.add(
-            f"tensor={layout.tensor} goes beyond a node", fix="keep it within a node, and use pipeline for the rest"
-        )
+        fix = "keep it within a node, and use pipeline for the rest"
+        faults.add(f"tensor={layout.tensor} goes beyond a node", fix=fix)
     elif shape.heads % layout.tensor or shape.hidden % layout.tensor:
         faults.add(f"tensor={layout.tensor} for {shape.heads} heads", fix="use a divisor of the heads")
     if layout.pipeline > shape.layers:

@@ -6,8 +6,9 @@ Small integer tensors, such as ids and masks, keep their numbers, so that shapes
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -168,7 +169,7 @@ class Storages(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self._device = device
+        self.device = device
         #: (storage, bytes that came or went), in order
         self.events: list[tuple[Held, int]] = []
         self.in_forward = False
@@ -208,7 +209,7 @@ class Storages(TorchDispatchMode):
 
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count the storage of ``tensor`` from now on, if it is new."""
-        if wraps(type(tensor)) or tensor.device.type != self._device or tensor.layout is not torch.strided:
+        if wraps(type(tensor)) or tensor.device.type != self.device or tensor.layout is not torch.strided:
             return
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         held = self._held.get(key)
@@ -224,7 +225,7 @@ class Storages(TorchDispatchMode):
             self._set(held, storage.nbytes())
 
     def _set(self, held: Held, size: int) -> None:
-        if self._device == "cuda":
+        if self.device == "cuda":
             size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
         if size != held.bytes:
             self.events.append((held, size - held.bytes))
@@ -235,9 +236,9 @@ class Storages(TorchDispatchMode):
         del self._refs[key]
         self._set(held, 0)
 
-    def name(self, tensors: Iterable[Tensor], part: str) -> None:
-        """The storages of ``tensors`` belong to ``part``, and did from the beginning."""
-        for tensor in tensors:
+    def name(self, given: Iterable[Any], part: str) -> None:
+        """The storages of the tensors in ``given``, of a DTensor this rank's, belong to ``part`` from the beginning."""
+        for tensor in (local(each) for each in given if isinstance(each, Tensor)):
             self.hold(tensor, part)
             held = self._held.get(storage_key(tensor))
             if held is not None:
@@ -279,13 +280,9 @@ class Storages(TorchDispatchMode):
 
 def peak(events: list[tuple[Held, int]], begin: int, end: int) -> tuple[int, dict[str, int]]:
     """The most bytes alive at one moment of ``events[begin:end]``, and by part what was."""
-    total = most = 0
-    at = begin
-    for index, (_, size) in enumerate(events[:end]):
-        total += size
-        if index >= begin and total > most:
-            most, at = total, index
-    return most, alive(events, at + 1)
+    totals = list(itertools.accumulate(size for _, size in events[:end]))[begin:]
+    most = max(totals)
+    return most, alive(events, begin + totals.index(most) + 1)
 
 
 def alive(events: list[tuple[Held, int]], end: int) -> dict[str, int]:
@@ -294,10 +291,3 @@ def alive(events: list[tuple[Held, int]], end: int) -> dict[str, int]:
     for held, size in events[:end]:
         parts[held.part] += size
     return parts
-
-
-def strided(tensors: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among ``tensors``; of a DTensor what this rank holds."""
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            yield local(tensor)
