@@ -18,7 +18,7 @@ from inspect import signature
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -118,7 +118,6 @@ class _Watch(Callback):
         self._seed(1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed the order of the next epoch."""
         self._seed(2 + trainer.current_epoch)
 
     def _seed(self, number: int) -> None:
@@ -186,11 +185,7 @@ class Runs:
     _batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def trial(self, policy: PrecisionPolicy, seed: int) -> int | None:
-        """Two steps that are not timed; the CPU allocator's peak in bytes, ``None`` on another device.
-
-        Raises:
-            Exception: whatever the run raises; a ``PlanError`` where the plan refuses it.
-        """
+        """Two steps that are not timed; the CPU allocator's peak in bytes, ``None`` on another device."""
         data = self._data(seed)  # made before memory is looked at
 
         def fit() -> None:
@@ -206,11 +201,7 @@ class Runs:
         return peak.bytes
 
     def run(self, policy: PrecisionPolicy, seed: int) -> RunResult:
-        """All steps, timed.
-
-        Raises:
-            Exception: whatever the run raises, but non-finite values that the plan does not allow.
-        """
+        """All steps, timed; NaN is the loss of a run that met non-finite values which the plan does not allow."""
         cuda = self.device.type == "cuda"
         try:
             with PeakMemory("cuda") if cuda else nullcontext() as peak:
@@ -218,10 +209,7 @@ class Runs:
         except NonFiniteError:
             return RunResult(seed, final_loss=math.nan)
         losses = watch.read(trainer)
-        seen = plan.batches
-        first = self._batches.setdefault(seed, seen)
-        both = min(len(first), len(seen))
-        if first[:both] != seen[:both]:
+        if any(map(int.__ne__, self._batches.setdefault(seed, plan.batches), plan.batches)):
             fix = "give data as a function that makes it, with its generators and iterators"
             raise PlanError.of(f"one plan met other batches than another in seed {seed}", fix, "compare")
         # ranks of one replica, as the stages of a pipeline, share its batches
@@ -363,18 +351,14 @@ def check_numbers(seeds: Any, steps: Any, margin: Any, faults: Faults) -> None:
     faults.whole("seeds", seeds, 1, "write 8: the interval narrows with every seed")
     faults.whole("steps", steps, 1, "write 100")
     if margin is not None and (not is_number(margin) or margin < 0):
-        faults.add(
-            f"margin={margin!r}", allowed="a finite number >= 0, in units of the loss", fix="leave it out for 0.5 %"
-        )
+        allowed = "a finite number >= 0, in units of the loss"
+        faults.add(f"margin={margin!r}", allowed=allowed, fix="leave it out for 0.5 %")
 
 
 def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) -> None:
     if not isinstance(module, LightningModule) and (not callable(module) or isinstance(module, torch.nn.Module)):
-        faults.add(
-            f"module, a {type(module).__name__}",
-            allowed="a LightningModule, or a function that makes one",
-            fix="give one",
-        )
+        allowed = "a LightningModule, or a function that makes one"
+        faults.add(f"module, a {type(module).__name__}", allowed=allowed, fix="give one")
     for name in (name for name in OWN if name in trainer):
         faults.add(f"{name}={trainer[name]!r}, which compare sets itself", fix="remove it, or write steps=")
     for name in trainer.keys() - set(trainer_arguments()):
@@ -386,32 +370,15 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
 # ---------------------------------------------------------------------- the runs
 
 
-def _first_steps(runs: Runs, named: Mapping[str, PrecisionPolicy]) -> dict[str, int | Exception | None]:
-    """The trial of every plan in seed 0; the errors of all plans that are refused are raised together."""
-    refused: dict[Fault, list[str]] = {}
-    peaks: dict[str, int | Exception | None] = {}
-    for name, policy in named.items():
-        peaks[name] = tried = _attempt(partial(runs.trial, policy, 0))
-        for fault in tried.faults if isinstance(tried, PlanError) else ():
-            refused.setdefault(fault, []).append(name)
-    with Faults(SUBJECT) as faults:
-        for fault, names in refused.items():
-            whose = "" if len(names) == len(named) else f"{', '.join(names)}: "
-            faults.extend([replace(fault, problem=f"{whose}{fault.problem}")])
-    first, *others = peaks.values()
-    if isinstance(first, Exception) and all(isinstance(other, Exception) for other in others):
-        raise first  # the user's own, with its traceback
-    return peaks
-
-
 def _run_all(
     runs: Runs, named: Mapping[str, PrecisionPolicy], seeds: int, say: Callable[[str], object]
 ) -> dict[str, list[RunResult]]:
     """The results of every plan, by seed."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         say(f"{counted(len(named), 'plan')}, two steps of each first ...")
-    peaks, names = _first_steps(runs, named), list(named)
-    results = {name: list[RunResult]() for name in named}
+    peaks = {name: _attempt(partial(runs.trial, policy, 0)) for name, policy in named.items()}
+    _raise_errors({name: tried for name, tried in peaks.items() if isinstance(tried, Exception)}, len(named))
+    names, results = list(named), {name: list[RunResult]() for name in named}
     for seed in range(seeds):
         turn = seed % len(names)
         for name in names[turn:] + names[:turn]:
@@ -426,6 +393,20 @@ def _run_all(
             if runs.is_global_zero:
                 say(f"seed {seed + 1} of {seeds}, {name}: {_in_words(outcome)}")
     return results
+
+
+def _raise_errors(errors: Mapping[str, Exception], plans: int) -> None:
+    """Raise the refusals of all plans together, or the user's own error where each of ``plans`` has one."""
+    refused: dict[Fault, list[str]] = {}
+    for name, error in errors.items():
+        for fault in error.faults if isinstance(error, PlanError) else ():
+            refused.setdefault(fault, []).append(name)
+    with Faults(SUBJECT) as faults:
+        for fault, names in refused.items():
+            whose = "" if len(names) == plans else f"{', '.join(names)}: "
+            faults.extend([replace(fault, problem=f"{whose}{fault.problem}")])
+    if len(errors) == plans:
+        raise next(iter(errors.values()))
 
 
 def _attempt(call: Callable[[], T]) -> T | Exception:
@@ -454,11 +435,11 @@ def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]
     """
     if isinstance(plans, str):
         plans = [part.strip() for part in plans.split(",") if part.strip()]
-    given = plans.items() if isinstance(plans, Mapping) else [(_name(plan), plan) for plan in plans]
     found: dict[str, PrecisionPolicy] = {}
-    for name, plan in given:
-        policy = _policy(plan, faults)
-        if policy is not None:
+    for given, plan in plans.items() if isinstance(plans, Mapping) else [("", plan) for plan in plans]:
+        read = _named_policy(plan, faults)
+        if read is not None:
+            name, policy = given or read[0], read[1]
             number = sum(other == name or other.startswith(f"{name} (") for other in found)
             found[f"{name} ({number + 1})" if number else name] = policy
     if len(plans) < 2:
@@ -466,34 +447,19 @@ def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]
     return found
 
 
-def _name(plan: PlanLike) -> str:
+def _named_policy(plan: PlanLike, faults: Faults) -> tuple[str, PrecisionPolicy] | None:
     if isinstance(plan, (PrecisionPolicy, MixedPrecisionPlan)):
-        return str(getattr(plan, "policy", plan).precision)
-    if isinstance(plan, Mapping):
-        return str(plan.get("precision", "plan"))
-    return Path(plan).stem if _is_file(plan) else str(plan)
-
-
-def _is_file(plan: object) -> TypeGuard[str | PathLike[str]]:
-    return isinstance(plan, PathLike) or (isinstance(plan, str) and (plan.endswith((".yaml", ".yml")) or "/" in plan))
-
-
-def _policy(plan: PlanLike, faults: Faults) -> PrecisionPolicy | None:
-    if isinstance(plan, (PrecisionPolicy, MixedPrecisionPlan)):
-        return plan if isinstance(plan, PrecisionPolicy) else plan.policy
+        policy = plan if isinstance(plan, PrecisionPolicy) else plan.policy
+        return str(policy.precision), policy
     try:
-        if isinstance(plan, Mapping) or _is_file(plan):
-            return MixedPrecisionPlan.from_config(plan).policy
-        if plan in PRESETS:
-            return preset(str(plan))
-        if precision_word(plan) is not None:
-            return PrecisionPolicy(precision=str(plan))
+        if isinstance(plan, Mapping):
+            return str(plan.get("precision", "plan")), MixedPrecisionPlan.from_config(plan).policy
+        if isinstance(plan, PathLike) or plan.endswith((".yaml", ".yml")) or "/" in plan:
+            return Path(plan).stem, MixedPrecisionPlan.from_config(plan).policy
+        if plan in PRESETS or precision_word(plan) is not None:
+            return plan, preset(plan) if plan in PRESETS else PrecisionPolicy(precision=plan)
+        allowed = ", ".join([*PRECISIONS, *PRESETS, "a YAML file"])
+        faults.add(f"plan {plan!r}", allowed=allowed, fix=precision_fix(plan, (), PRESETS))
     except PlanError as error:
         faults.extend(error.faults)
-        return None
-    faults.add(
-        f"plan {plan!r}",
-        allowed=", ".join([*PRECISIONS, *PRESETS, "a YAML file"]),
-        fix=precision_fix(plan, (), PRESETS),
-    )
     return None

@@ -67,10 +67,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """One plan's runs, one per seed, and their spreads; a spread is ``None`` where no run has such a number.
-
-    ``rate`` is in ``unit`` a second; ``peak_bytes`` the most that the device's allocator had given out.
-    """
+    """One plan's runs, one per seed, and their spreads; a spread is ``None`` where no run has such a number."""
 
     name: str
     policy: PrecisionPolicy
@@ -83,12 +80,12 @@ class PlanResult:
 
     @property
     def rate(self) -> Spread | None:
-        """Tokens or samples a second."""
+        """In ``unit`` a second."""
         return _spread(run.rate for run in self.runs)
 
     @property
     def peak_bytes(self) -> Spread | None:
-        """Peak memory in bytes."""
+        """The most that the device's allocator had given out."""
         return _spread(run.peak_bytes for run in self.runs)
 
     @property
@@ -189,9 +186,8 @@ class Comparison:
 
 def _spread(values: Iterable[float | None]) -> Spread | None:
     found = tuple(value for value in values if is_number(value))
-    if not found:
-        return None
-    return Spread(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, found)
+    sd = statistics.stdev(found) if len(found) > 1 else None
+    return Spread(statistics.fmean(found), sd, found) if found else None
 
 
 # ---------------------------------------------------------------------- the paired difference
@@ -235,26 +231,20 @@ def compare_losses(
         error = statistics.stdev(differences.values()) / math.sqrt(len(differences))
         half = student_t(len(differences) - 1) * error
         interval = mean - half, mean + half
-    verdict, reason = _verdict(interval, margin, diverged, len(differences))
-    return Difference(one, other, differences, mean, interval, margin, verdict, reason)
-
-
-def _verdict(
-    interval: tuple[float, float] | None, margin: float, diverged: list[int], count: int
-) -> tuple[Verdict, str]:
+    verdict: Verdict = "undecided"
+    reason = "the interval holds 0 and reaches beyond the margin: more seeds narrow it"
     if diverged:
         seeds = ", ".join(map(str, diverged))
-        return "worse", f"its loss was not finite in seed {seeds}, where the first plan's was"
-    if interval is None:
-        return "undecided", f"{counted(count, 'paired seed')}: an interval needs two"
-    low, high = interval
-    if -margin <= low and high <= margin:
-        return "same", "the interval lies within the margin"
-    if low > 0:
-        return "worse", "the interval lies above 0, and not within the margin"
-    if high < 0:
-        return "better", "the interval lies below 0, and not within the margin"
-    return "undecided", "the interval holds 0 and reaches beyond the margin: more seeds narrow it"
+        verdict, reason = "worse", f"its loss was not finite in seed {seeds}, where the first plan's was"
+    elif interval is None:
+        reason = f"{counted(len(differences), 'paired seed')}: an interval needs two"
+    elif -margin <= interval[0] and interval[1] <= margin:
+        verdict, reason = "same", "the interval lies within the margin"
+    elif interval[0] > 0:
+        verdict, reason = "worse", "the interval lies above 0, and not within the margin"
+    elif interval[1] < 0:
+        verdict, reason = "better", "the interval lies below 0, and not within the margin"
+    return Difference(one, other, differences, mean, interval, margin, verdict, reason)
 
 
 def student_t(freedom: int) -> float:
@@ -331,9 +321,7 @@ def _times(speed: float) -> str:
     if abs(speed - 1) < _WORTH:
         return "same speed"
     word, factor = ("faster", speed) if speed > 1 else ("slower", 1 / speed)
-    if factor >= 1.5:
-        return f"{factor:.1f} × {word}"
-    return f"{abs(speed - 1) * 100:.0f} % {word}"
+    return f"{factor:.1f} × {word}" if factor >= 1.5 else f"{abs(speed - 1) * 100:.0f} % {word}"
 
 
 # ---------------------------------------------------------------------- the table
@@ -351,16 +339,13 @@ def rows(comparison: Comparison) -> list[list[str]]:
     for plan in comparison.plans:
         speed = _ratio(plan.rate, comparison.plans[0].rate)
         loss = _with_sd(plan.final_loss, "{:.4f}".format)
-        found.append([plan.name, _with_sd(plan.rate, number), f"{speed:.2f}x" if speed else NOTHING, _peak(plan), loss])
+        peak = NOTHING if plan.peak_bytes is None else in_bytes(plan.peak_bytes.mean)
+        found.append([plan.name, _with_sd(plan.rate, number), f"{speed:.2f}x" if speed else NOTHING, peak, loss])
     found[0] += [NOTHING] * len(_PAIRED)
     for cells, one in zip(found[1:], comparison.differences, strict=True):
         mean = NOTHING if one.mean_difference is None else signed(one.mean_difference)
         cells += [mean, NOTHING if one.interval is None else " .. ".join(map(signed, one.interval)), one.verdict]
     return found
-
-
-def _peak(plan: PlanResult) -> str:
-    return NOTHING if plan.peak_bytes is None else in_bytes(plan.peak_bytes.mean)
 
 
 def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
@@ -395,11 +380,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def write(comparison: Comparison, folder: Path) -> None:
-    """Write both files into ``folder``.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Write both files into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "compare.json", to_json(comparison.to_dict(), indent=2) + "\n")
     atomic_write(folder / "compare.html", render(comparison))

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import FP8, MixedPrecisionPlan, PlanError, PrecisionPolicy, compare
+from lightning_mp import FP8, MixedPrecisionPlan, PlanError, compare
 from lightning_mp.comparison.compare import _Watch
 from lightning_mp.comparison.compare import read_plans as read
 from lightning_mp.compat import torchao
@@ -102,18 +102,9 @@ def test_the_losses_are_those_of_a_plain_run_of_each_plan() -> None:
         seed = 1
 
     seed_everything(1, verbose=False)
-    trainer = Trainer(
-        precision="bf16-mixed",
-        accelerator="cpu",
-        accumulate_grad_batches=2,
-        max_steps=8,
-        max_epochs=-1,
-        limit_val_batches=0,
-        callbacks=[Watch()],
-        **QUIET,
-    )
+    alone = {"accumulate_grad_batches": 2, "max_steps": 8, "max_epochs": -1, "limit_val_batches": 0, **QUIET}
     with mock.patch.object(Net, "validation_step", LightningModule.validation_step):
-        trainer.fit(Net(), data())
+        Trainer(precision="bf16-mixed", accelerator="cpu", callbacks=[Watch()], **alone).fit(Net(), data())
     losses = [(a + b) / 2 for a, b in zip(watched[::2], watched[1::2], strict=True)]
     assert found.plans[1].runs[1].losses == pytest.approx(losses, rel=1e-6)
     assert found.final_loss_steps == 1
@@ -216,8 +207,7 @@ def test_refused(given: dict[str, Any], faults: list[str]) -> None:
 
 
 def test_batches_that_differ_are_refused() -> None:
-    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(0)
+    rows, generator = torch.ones(ROWS, WIDTH).cumsum(0), torch.Generator().manual_seed(0)
     kept = DataLoader(TensorDataset(rows, rows), batch_size=BATCH, shuffle=True, generator=generator)
     with pytest.raises(PlanError, match="plan met other batches"):
         compared("32-true,32-true", loader=kept, seeds=1)
@@ -237,17 +227,11 @@ def test_weights_that_differ_are_refused() -> None:
 # ---------------------------------------------------------------------- plans
 
 
-def _read(plans: Any) -> dict[str, PrecisionPolicy]:
-    faults = Faults()
-    found = read(plans, faults)
-    faults.raise_if_any()
-    return found
-
-
 def test_names(tmp_path: Path) -> None:
     file = tmp_path / "narrow.yaml"
     file.write_text("precision: fp8-mixed\nfp8: {recipe: tensorwise, small: convert}\n")
-    found = _read(f"bf16-mixed, fp16,a100,bf16-mixed,{file},{file}")
+    with Faults() as faults:
+        found = read(f"bf16-mixed, fp16,a100,bf16-mixed,{file},{file}", faults)
     assert list(found) == ["bf16-mixed", "fp16", "a100", "bf16-mixed (2)", "narrow", "narrow (2)"]
     assert found["fp16"].precision == "16-mixed"
     assert found["a100"].tf32 == "high"

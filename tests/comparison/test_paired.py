@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,41 +20,30 @@ from lightning_mp.comparison.results import (
 )
 from record.report.browser import Shown, chromium
 
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    second: list[float | None]
-    verdict: str
-    first: tuple[float, ...] = (2.0, 3.0, 4.0)
-    margin: float | None = 0.1
-
-    def __str__(self) -> str:
-        return self.name
-
-
-CASES = (
-    Case("itself", [2.0, 3.0, 4.0], "same"),
-    Case("within the margin", [2.01, 3.02, 4.01], "same"),
-    Case("worse", [2.3, 3.31, 4.29], "worse"),
-    Case("better", [1.7, 2.69, 3.71], "better"),
-    Case("beyond the margin on one side only", [2.09, 3.12, 4.09], "worse"),
-    Case("noise", [2.5, 2.5, 4.0], "undecided"),
-    Case("one pair is left", [2.3, None, None], "undecided"),
-    Case("none is left", [None, None, None], "undecided"),
-    Case("diverged once", [2.0, math.nan, 4.0], "worse"),
-    Case("the first diverged too", [2.0, math.nan, 4.0], "same", first=(2.0, math.nan, 4.0)),
-    Case("half a percent of the first's mean loss", [2.014, 3.014, 4.014], "same", margin=None),
-    Case("more than that", [2.016, 3.016, 4.016], "worse", margin=None),
-    Case("one seed", [2.0], "undecided", first=(2.0,)),
-)
+THREE = (2.0, 3.0, 4.0)
+#: losses of the first and of the second plan, the margin, and the verdict
+CASES: dict[str, tuple[tuple[float, ...], list[float | None], float | None, str]] = {
+    "itself": (THREE, [2.0, 3.0, 4.0], 0.1, "same"),
+    "within the margin": (THREE, [2.01, 3.02, 4.01], 0.1, "same"),
+    "worse": (THREE, [2.3, 3.31, 4.29], 0.1, "worse"),
+    "better": (THREE, [1.7, 2.69, 3.71], 0.1, "better"),
+    "beyond the margin on one side only": (THREE, [2.09, 3.12, 4.09], 0.1, "worse"),
+    "noise": (THREE, [2.5, 2.5, 4.0], 0.1, "undecided"),
+    "one pair is left": (THREE, [2.3, None, None], 0.1, "undecided"),
+    "none is left": (THREE, [None, None, None], 0.1, "undecided"),
+    "diverged once": (THREE, [2.0, math.nan, 4.0], 0.1, "worse"),
+    "the first diverged too": ((2.0, math.nan, 4.0), [2.0, math.nan, 4.0], 0.1, "same"),
+    "half a percent of the first's mean loss": (THREE, [2.014, 3.014, 4.014], None, "same"),
+    "more than that": (THREE, [2.016, 3.016, 4.016], None, "worse"),
+    "one seed": ((2.0,), [2.0], 0.1, "undecided"),
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_verdict(case: Case) -> None:
-    first, second = dict(enumerate(case.first)), dict(enumerate(case.second))
-    found = compare_losses(("a", first), ("b", second), case.margin)
-    assert (found.first, found.second, found.verdict) == ("a", "b", case.verdict)
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict(name: str) -> None:
+    first, second, margin, verdict = CASES[name]
+    found = compare_losses(("a", dict(enumerate(first))), ("b", dict(enumerate(second))), margin)
+    assert (found.first, found.second, found.verdict) == ("a", "b", verdict)
     assert found.reason
 
 
