@@ -75,10 +75,10 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     with refusals("advise", ValueError, OSError):
         asked = {name: value for name, value in context.params.items() if name not in _OWN}
         found = ask(_given(params, config), interconnect_gbps=gbps, **asked)
-        money = None if price is None or not found.choices else found.choices[0].cost(price, tokens)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
-        _ = found.best  # refuses where nothing fits
+        best = found.best  # refuses where nothing fits
+        money = None if price is None else best.cost(price, tokens)
         if not as_json:
             _show(found, money)
         if out is not None:
@@ -98,12 +98,12 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
     with refusals("advise"), redirect_stdout(sys.stderr):
         device = faults.unwrap(find(gpu, faults))
         with parts.one_run(arguments, faults, "advise", config_dirs, callbacks=None) as (config, regime):
-            model, loaders = parts.parts(config, faults)
-            batch = next(iter(parts.training_batches(loaders, model)), None)
+            model, batches = parts.model_and_batches(config, faults)
+            batch = next(iter(batches), None)
             if batch is None:
                 faults.add("the data hold no batch", fix="look at the data section")
                 faults.raise_if_any()
-            trainer, rows = dict(regime.trainer), rows_of(batch)
+            trainer, rows = regime.trainer, rows_of(batch)
             devices = _count(trainer.get("devices"), faults) * (trainer.get("num_nodes") or 1)
             written = config.get("strategy") or {}
             name = str(written.get("name", written.get("_target_", "auto")))
@@ -146,15 +146,16 @@ def _count(given: Any, faults: Faults) -> int:
     """How many devices ``trainer.devices`` names; as many as are here, and one at least, where it is -1 or "auto"."""
     import torch
 
-    if isinstance(given, str) and given.replace(",", "").replace(" ", "").isdigit():
-        given = int(given) if "," not in given else [part for part in given.split(",") if part.strip()]
+    if isinstance(given, str) and "," in given:
+        given = [part for part in given.split(",") if part.strip()]
     if isinstance(given, list):
         return len(cast("list[Any]", given))
     if given in (None, "auto", -1, "-1"):
         return max(1, torch.cuda.device_count())
+    given = int(given) if str(given).strip().isdigit() else given
     faults.whole("trainer.devices", given, 1, "write a number, -1 or auto")
     faults.raise_if_any()
-    return int(given)
+    return given
 
 
 def _given(params: float | None, config: Path | None) -> Any:
@@ -180,33 +181,24 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     shape, best, terminal = found.shape, found.best, console()
 
     def say(text: str, first: str = "", rest: str = "") -> None:
-        wrapped = textwrap.TextWrapper(
-            terminal.width, initial_indent=first, subsequent_indent=first + rest, break_on_hyphens=False
-        )
-        terminal.print(wrapped.fill(text), highlight=False, markup=False)
+        wrap = textwrap.TextWrapper(terminal.width, first, first + rest, break_on_hyphens=False)
+        terminal.print(wrap.fill(text), highlight=False, markup=False)
 
-    where = f"{best.layout.gpus} x {found.gpu.word}"
-    say(f"{in_short(shape.params)} parameters, {shape.seq_len} tokens a sequence, on {where}.")
+    where = f"{shape.seq_len} tokens a sequence, on {best.layout.gpus} x {found.gpu.word}"
+    say(f"{in_short(shape.params)} parameters, {where}.")
     say(f"Precision: {found.precision_reason}.")
     terminal.print()
     # a narrow terminal has no room for ranges and MFU, which the lines below the table have for the first
-    wide = terminal.width >= _WIDE
-    heads = ["", "strategy", "data x tensor\nx pipeline", "checkpoint", "batch x\naccumulate", "GiB", "tokens/s\na GPU"]
-    table = Table(*heads, *(["range", "MFU"] if wide else []), box=SIMPLE_HEAD, pad_edge=False)
+    shown = None if terminal.width >= _WIDE else -2
+    layout = ["", "strategy", "data x tensor\nx pipeline", "checkpoint", "batch x\naccumulate"]
+    heads = [*layout, "GiB", "tokens/s\na GPU", "range", "MFU"]
+    table = Table(*heads[:shown], box=SIMPLE_HEAD, pad_edge=False)
     for rank, each in enumerate(found.choices[:_SHOWN], start=1):
         low, mid, high = each.tokens_per_s
-        degrees = f"{each.data} x {each.tensor} x {each.pipeline}"
-        batch = f"{each.micro_batch} x {each.accumulate}"
-        row = [
-            str(rank),
-            each.strategy,
-            degrees,
-            each.checkpointing,
-            batch,
-            f"{each.memory_bytes / _GIB:.1f}",
-            f"{mid:,.0f}",
-        ]
-        table.add_row(*row, *([f"{low:,.0f} to {high:,.0f}", f"{each.mfu:.1%}"] if wide else []))
+        layout = [str(rank), each.strategy, f"{each.data} x {each.tensor} x {each.pipeline}", each.checkpointing]
+        batch = [f"{each.micro_batch} x {each.accumulate}", f"{each.memory_bytes / _GIB:.1f}"]
+        speed = [f"{mid:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{each.mfu:.1%}"]
+        table.add_row(*[*layout, *batch, *speed][:shown])
     terminal.print(table)
     say(RANKED)
     terminal.print()

@@ -29,14 +29,10 @@ if TYPE_CHECKING:
 GROUPS, ROOT = Path(str(files("lightning_mp.configs"))), "lightning_mp"
 _PRIMARY = "lightning_mp_command"
 #: what a file or the command line has to say, and how
-_SAID = {"plan": "plan=bf16", "model": "model=llama_tiny", "data": "data=library_text"}
-_SECTIONS = (*_SAID, "strategy", "trainer", "callbacks")
+_REQUIRED = {"plan": "plan=bf16", "model": "model=llama_tiny", "data": "data=library_text"}
+_SECTIONS = (*_REQUIRED, "strategy", "trainer", "callbacks")
 #: keys whose classes, or this package, say what they take; of a model and of data those of the call alone
 _TAKEN = re.compile(r"(plan|strategy|trainer|callbacks)\.|(model|data)\.[^.]+$|(seed|ckpt_path|run_dir)$")
-#: the field that a section of one word gives
-_FIELD = {"plan": "precision", "strategy": "name"}
-#: Trainer arguments, and where they are set instead
-_ELSEWHERE = {"callbacks": "callbacks", "precision": "plan.precision", "strategy": "strategy"}
 #: the command logs by itself, and has its own folder for a run that names none
 _HYDRAS_PART = ("~hydra/output", "hydra/job_logging=none", "hydra/hydra_logging=none")
 #: how the processes that a run starts know its folder
@@ -56,11 +52,7 @@ def composed(
     """The config that the arguments describe, and where its keys were written; a project's modules can be imported.
 
     It is of plain, resolved values, without the sections that have a fault. ``run_dir`` is set, and ``replaced`` are
-    sections to put in place of what was composed.
-
-    Raises:
-        PlanError: no such file, or arguments that Hydra cannot compose; with what was noted in ``faults`` before.
-        MissingExtraError: Hydra is not installed.
+    sections to put in place of what was composed. What Hydra cannot compose is raised, with the faults before it.
     """
     if not arguments and command != "train":
         faults.add(f"{command} without a run", fix=f"write lightning-mp {command} run.yaml")
@@ -68,20 +60,25 @@ def composed(
     path, overrides = _split(arguments)
     experiment = next((text.partition("=")[2] for text in overrides if text.startswith("experiment=")), "train")
     stem, places = experiment if path is None else path.stem, Places()
-    home = Path(f"runs/{file_name(stem if command == 'train' else command)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    home = f"runs/{file_name(stem if command == 'train' else command)}-{time.strftime('%Y%m%d-%H%M%S')}"
     # searched first: else this package's groups would hide the user's of the same name
     folders = [*([] if path is None else [path.parent]), *config_dirs, GROUPS]
-    with _importable(path):
+    before = list(sys.path)
+    # where a project's own modules are: the present folder, as for python -m, and that of the config
+    sys.path[:] = [str(Path.cwd()), *before, *([] if path is None else [str(path.resolve().parent)])]
+    try:
         with _hydra(folders[0], stem, faults, path):
             written = None if path is None else _mapping(path, places, faults)
             parsed = _parsed(overrides)
             places.update((each.key_or_group, "on the command line") for each in parsed)
             whole = _composed(stem, written, parsed, folders)
-            whole["run_dir"] = str(_folder(whole, home))
+            whole["run_dir"] = _told_hydra(whole, os.environ.get(RUN_DIR) or home)
             whole.update(replaced)
             config = _values(whole, needed, faults)
         _check(config, faults)
         yield config, places  # Lightning starts other processes in another way where Hydra is on
+    finally:
+        sys.path[:] = before
 
 
 def sweep(arguments: Sequence[str], faults: Faults) -> tuple[list[str], list[list[str]]]:
@@ -112,22 +109,8 @@ def file_name(text: str) -> str:
 
 
 @contextmanager
-def _importable(config: Path | None) -> Generator[None]:
-    """Where a project's own modules are: the present folder, as for ``python -m``, and that of the config."""
-    before = list(sys.path)
-    sys.path[:] = [str(Path.cwd()), *before, *([] if config is None else [str(config.resolve().parent)])]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-@contextmanager
 def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Generator[None]:
-    """Hydra's compose API on ``folder``; what it keeps for the process is as before afterwards.
-
-    What Hydra, OmegaConf or PyYAML raise is one fault, in their words.
-    """
+    """Hydra's compose API on ``folder``, whose state is put back; what it raises is one fault, in its words."""
     try:
         from hydra import initialize_config_dir
         from hydra.core.config_store import ConfigStore
@@ -138,7 +121,8 @@ def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Genera
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    store, cfg = ConfigStore.instance(), HydraConfig.instance().cfg
+    state = HydraConfig.instance()
+    cfg = state.cfg
     try:
         with initialize_config_dir(str(folder.resolve()), name, version_base="1.3"):
             yield
@@ -156,9 +140,9 @@ def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Genera
         faults.add(f"the config does not compose: {where}{said}", fix=fix)
         faults.raise_if_any()
     finally:
-        HydraConfig.instance().cfg = cfg
-        for key in (f"{_PRIMARY}.yaml", *_FIELD):
-            store.repo.pop(key, None)
+        state.cfg = cfg
+        for key in (f"{_PRIMARY}.yaml", "plan", "strategy"):
+            ConfigStore.instance().repo.pop(key, None)
 
 
 # ---------------------------------------------------------------------- composed
@@ -168,14 +152,12 @@ def _mapping(path: Path, places: Places, faults: Faults) -> dict[str, Any]:
     """What a file says; its keys are noted in ``places``."""
     from omegaconf import OmegaConf
 
-    if not path.is_file():
-        faults.add(f"config {str(path)!r}, which is no file", fix="check the path")
-    else:
-        body: Any = OmegaConf.to_container(OmegaConf.load(path))
-        if isinstance(body, dict):
-            places.add(path)
-            return cast("dict[str, Any]", body)
-        faults.add(f"config {str(path)!r}, which is no mapping", fix="write 'plan:' in it")
+    body: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+    if isinstance(body, dict):
+        places.add(path)
+        return cast("dict[str, Any]", body)
+    wrong, fix = ("mapping", "write 'plan:' in it") if path.is_file() else ("file", "check the path")
+    faults.add(f"config {str(path)!r}, which is no {wrong}", fix=fix)
     return faults.unwrap(None)
 
 
@@ -198,31 +180,27 @@ def _composed(
     from hydra.core.config_store import ConfigStore
     from hydra.core.override_parser.types import OverrideType
     from omegaconf import OmegaConf
-    from omegaconf.errors import ConfigKeyError
 
-    body, store = dict(written or {}), ConfigStore.instance()
-    own = OmegaConf.select(OmegaConf.create(body), "hydra.searchpath") or []
-    searchpath = [*own, *(f"file://{folder.resolve()}" for folder in folders[1:])]
-    lines = [*_HYDRAS_PART, f"hydra.searchpath={json.dumps(searchpath)}"]
-    plain, sections = "defaults" not in body, dict[str, Any]()
+    body, store, sections = dict(written or {}), ConfigStore.instance(), dict[str, Any]()
+    searchpath = OmegaConf.select(OmegaConf.create(body), "hydra.searchpath") or []
+    searchpath += [f"file://{folder.resolve()}" for folder in folders[1:]]
+    lines, plain = [*_HYDRAS_PART, f"hydra.searchpath={json.dumps(list(searchpath))}"], "defaults" not in body
     if plain and written is not None:
-        sections = {key: body.pop(key, None) for key in _SECTIONS if key in body or key in _SAID}
+        sections = {key: body.pop(key, None) for key in _SECTIONS if key in body or key in _REQUIRED}
     for override in parsed:
         key, line = override.key_or_group, str(override.input_line)
-        if override.type is not OverrideType.CHANGE or override.is_sweep_override():
-            lines.append(line)
-        elif key in _SECTIONS and (plain or isinstance(override.value(), str)):
+        changes = override.type is OverrideType.CHANGE and not override.is_sweep_override()
+        if changes and key in _SECTIONS and (plain or isinstance(override.value(), str)):
             sections[key] = override.value()
         elif key == "experiment" and plain and written is not None:
-            raise ConfigKeyError(f"{line}: next to a file, it goes into the file's own defaults list")
+            raise ValueError(f"{line}: next to a file, it goes into the file's own defaults list")
         else:
-            lines.append(f"++{line}" if _TAKEN.match(key) else line)
+            lines.append(f"++{line}" if changes and _TAKEN.match(key) else line)
     for key, value in sections.items():
         word = isinstance(value, str)
-        files = (folder / key / f"{value}.yaml" for folder in folders)
-        known = key == "strategy" or (key == "plan" and precision_word(value) is not None)
-        if known and isinstance(value, (str, int)) and not any(file.is_file() for file in files):
-            store.store(str(value), {_FIELD[key]: value}, group=key)
+        known = (key == "strategy" and word) or (key == "plan" and precision_word(value) is not None)
+        if known and not any((folder / key / f"{value}.yaml").is_file() for folder in folders):
+            store.store(str(value), {"precision" if key == "plan" else "name": value}, group=key)
             word = True
         lines.append(f"{key}='{value}'" if word else f"~{key}")
         body |= {} if word else {key: value}
@@ -233,43 +211,30 @@ def _composed(
     return whole
 
 
-def _folder(whole: DictConfig, folder: Path) -> Path:
-    """What a run asks for, to Hydra or as ``run_dir``, else ``folder``; that of the run whose process this is."""
-    from omegaconf import OmegaConf
-
-    if RUN_DIR in os.environ:
-        return Path(os.environ[RUN_DIR])
-    for key in ("hydra.run.dir", "run_dir"):
-        _tell_hydra(whole, folder)
-        folder = Path(str(OmegaConf.select(whole, key) or folder))
-    return folder
-
-
-def _tell_hydra(whole: DictConfig, folder: Path) -> None:
-    """``${hydra:…}`` resolves as in an application of Hydra's that writes to ``folder``."""
+def _told_hydra(whole: DictConfig, home: str) -> str:
+    """The run's folder, else ``home``; ``${hydra:…}`` resolves as in an application of Hydra's that writes there."""
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import read_write
+    from omegaconf import OmegaConf, read_write
 
-    with read_write(whole.hydra):
-        whole.hydra.runtime.output_dir = str(folder.absolute())
-    HydraConfig.instance().set_config(whole)
+    for key in ("", "hydra.run.dir", "run_dir"):
+        home = str((key and RUN_DIR not in os.environ and OmegaConf.select(whole, key)) or home)
+        with read_write(whole.hydra):
+            whole.hydra.runtime.output_dir = str(Path(home).absolute())
+        HydraConfig.instance().set_config(whole)
+    return home
 
 
 def _values(whole: DictConfig, needed: Collection[str], faults: Faults) -> dict[str, Any]:
-    """The sections as plain values, but those of which a value is missing or does not resolve (in OmegaConf's words).
-
-    A strategy of make_strategy's is its keywords alone. Sections of ``needed`` that are missing are noted too.
-    """
+    """The sections as plain values, but those of which a value is missing or does not resolve."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _tell_hydra(whole, Path(whole.run_dir))
     strategy: Any = OmegaConf.select(whole, "strategy")
     if OmegaConf.is_dict(strategy) and str(strategy.get("_target_")).endswith("make_strategy"):
-        for key in ("plan", *HYDRA_KEYS):
+        for key in ("plan", *HYDRA_KEYS):  # its keywords are enough
             strategy.pop(key, None)
     for name in (name for name in needed if not whole.get(name)):
-        faults.add(f"no {name}", fix=f"write a section {name!r}, or choose one of the group: {_SAID[name]}")
+        faults.add(f"no {name}", fix=f"write a section {name!r}, or choose one of the group: {_REQUIRED[name]}")
     config: dict[str, Any] = {}
     for name in map(str, whole):
         if name == "hydra":
@@ -289,17 +254,18 @@ def _values(whole: DictConfig, needed: Collection[str], faults: Faults) -> dict[
 
 def _check(config: dict[str, Any], faults: Faults) -> None:
     """Note what names nothing and what is not taken, and drop its sections; the plan is checked where it is built."""
-    planned = bool(config.get("plan"))
     for name, value in list(config.items()):
         before = len(faults.found)
-        if name == "trainer" and not isinstance(value, dict):
-            faults.add(f"trainer={value!r} is no mapping", fix="write its arguments below it, as in max_steps: 100")
-        elif name == "trainer":
-            _check_calls({"_target_": "lightning_mp.compat.lightning.Trainer", **value}, name, faults)
-            for key in (key for key in _ELSEWHERE if key in value and planned):
-                faults.add(f"trainer.{key} next to a plan", fix=f"set {_ELSEWHERE[key]} instead")
-        else:
+        if name != "trainer":
             _check_calls(value, name, faults)
+        elif not isinstance(value, dict):
+            faults.add(f"trainer={value!r} is no mapping", fix="write its arguments below it, as in max_steps: 100")
+        else:
+            _check_calls({"_target_": "lightning_mp.compat.lightning.Trainer", **value}, name, faults)
+            for key in ("callbacks", "precision", "strategy") if config.get("plan") else ():
+                if key in value:
+                    where = "plan.precision" if key == "precision" else key
+                    faults.add(f"trainer.{key} next to a plan", fix=f"set {where} instead")
         if len(faults.found) > before:
             del config[name]
 
@@ -311,13 +277,12 @@ def _check_calls(value: Any, path: str, faults: Faults) -> None:
         _check_calls(item, f"{path}.{key}", faults)
     if not isinstance(value, dict) or "_target_" not in value:
         return
-    given = {key: each for key, each in value.items() if not key.startswith("_")}
     target = str(value["_target_"])
-    takes = signature_of(target)
     if not callable(_located(target)):
         fix = "check that package.module.Name imports"
         faults.add(f"{path}._target_: {target} names no class or function", fix=fix)
     elif not path.startswith("plan"):
+        takes, given = signature_of(target), {key: each for key, each in value.items() if not key.startswith("_")}
         any_key = any(each.kind is each.VAR_KEYWORD for each in takes.parameters.values())
         unknown = [] if any_key else [key for key in given if key not in takes.parameters]
         for key in unknown:

@@ -68,13 +68,13 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
     with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (config, places):
         regime = parts.regime(config, places, faults)
         faults.raise_if_any()
-        model = parts.instantiated(config["model"], "model", faults)
-        if regime is not None:
-            plan, trainer, strategy = regime.plan, regime.trainer, regime.trainer["strategy"]
-        else:
-            plan, trainer = None, parts.trainer_arguments(config, faults)
-            given = config.get("strategy") or {}
+        model, plan, given = parts.instantiated(config["model"], "model", faults), None, config.get("strategy") or {}
+        if regime is None:
+            trainer = parts.trainer_arguments(config, faults)
             strategy = parts.instantiated(given, "strategy", faults) if "_target_" in given else None
+        else:
+            plan, trainer = regime
+            strategy = trainer["strategy"]
         faults.raise_if_any()
         return examine(model, plan, strategy, trainer, device=device)
 
@@ -111,13 +111,12 @@ def audit(
 def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) -> tuple[AuditReport, Path]:
     """Of the callbacks only the audit runs; nothing is validated, logged or saved as a checkpoint."""
     parts = load_parts()
-    from lightning_mp.comparison.compare import quiet
     from lightning_mp.plan.side_run import BARE
     from lightning_mp.precision_audit.audit import PrecisionAudit
 
     faults = Faults("audit")
     faults.whole("--steps", steps, 1, "leave it out to audit the first step")
-    with parts.one_run(arguments, faults, "audit", config_dirs) as (config, regime), quiet():
+    with parts.one_run(arguments, faults, "audit", config_dirs) as (config, regime):
         warnings.filterwarnings("ignore", message="PrecisionAudit: ")  # the report says it
         folder = Path(config["run_dir"])
         callback = PrecisionAudit(steps, run_dir=folder)
@@ -148,13 +147,11 @@ def pins(
     """
     with refusals("pins"):
         parts = load_parts()
-        from lightning_mp.comparison.compare import quiet
         from lightning_mp.pin_advice import suggest_pins
 
         faults = Faults("pins")
-        with parts.one_run(arguments or [], faults, "pins", config_dir or []) as (config, regime), quiet():
-            model, loaders = parts.parts(config, faults)
-            batches = parts.training_batches(loaders, model)
+        with parts.one_run(arguments or [], faults, "pins", config_dir or []) as (config, regime):
+            model, batches = parts.model_and_batches(config, faults)
             advice = suggest_pins(model, batches, regime.plan, steps=steps, confirm=confirm)
     typer.echo(json.dumps(advice.to_dict(), indent=2) if as_json else str(advice))
 
@@ -177,7 +174,7 @@ def diff(
     """
     with refusals("diff"):
         parts = load_parts()
-        from lightning_mp.comparison.compare import quiet, read_plans
+        from lightning_mp.comparison.compare import read_plans
         from lightning_mp.differences import first_difference
         from lightning_mp.plan.plan import MixedPrecisionPlan
 
@@ -187,20 +184,17 @@ def diff(
             faults.add(f"{len(policies)} plans", fix="write two")
         # what refers to the plan is given one of the two
         replaced: dict[str, Any] = {"plan": {"precision": "bf16-mixed"}, "callbacks": None}
-        with parts.one_run(arguments or [], faults, "diff", config_dir or [], **replaced) as (config, _), quiet():
-            model, loaders = parts.parts(config, faults)
-            batch = next(iter(parts.training_batches(loaders, model)))
+        with parts.one_run(arguments or [], faults, "diff", config_dir or [], **replaced) as (config, _):
+            model, batches = parts.model_and_batches(config, faults)
             a, b = map(MixedPrecisionPlan.from_policy, policies.values())
-            found = first_difference(model, batch, a, b, compile=compile)
+            found = first_difference(model, next(iter(batches)), a, b, compile=compile)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
 
 
 # ---------------------------------------------------------------------- env
 
 
-def env(
-    as_json: Json = False,
-) -> None:
+def env(as_json: Json = False) -> None:
     """Say what is installed, and what each mode would do here.
 
     Example: lightning-mp env --json > env.json

@@ -51,11 +51,9 @@ def load_parts():  # a module's type has no name
 
 @contextmanager
 def refusals(command: str, *also: type[Exception]) -> Generator[None]:
-    """Leave with a message and a status: 2 for the package's own errors and ``also``, 1 for non-finite training.
+    """Leave with a message and status 2 for this package's errors and ``also``, 1 for non-finite training.
 
-    130 on Ctrl-C.
-
-    Whatever else the user's own code raises keeps its traceback.
+    130 is Ctrl-C's. What the user's own code raises keeps its traceback.
     """
     from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
 

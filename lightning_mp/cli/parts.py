@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import cuda
 from torch.backends import mps
 
 from lightning_mp.cli.config import RUN_DIR, composed, signature_of
-from lightning_mp.comparison.compare import fit_arguments
+from lightning_mp.comparison.compare import fit_arguments, quiet
 from lightning_mp.compat.lightning import (
     Callback,
     Checkpoint,
@@ -23,35 +23,32 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted, is_whole, one_line
+from lightning_mp.errors import Faults, MissingExtraError, PlanError, counted, is_whole, one_line
 from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 
-@dataclass(frozen=True, slots=True)
-class Regime:
+class Regime(NamedTuple):
     """A plan, and the Trainer's arguments that carry it out."""
 
     plan: MixedPrecisionPlan
-    trainer: Mapping[str, Any]
+    trainer: dict[str, Any]
 
 
 def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime | None:
     """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults, earlier ones or its own."""
     before = bool(faults.found)
-    plan = plan_of(config["plan"], places, faults) if config.get("plan") else None
+    plan = _plan(config["plan"], places, faults) if config.get("plan") else None
     if plan is None or before:
         return None
     callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
-    arguments = trainer_arguments(config, faults)
+    arguments = {"default_root_dir": config["run_dir"], **trainer_arguments(config, faults)}
     if arguments.get("enable_checkpointing") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    if arguments.get("default_root_dir") is None:
-        arguments["default_root_dir"] = config["run_dir"]
+    strategy = strategy_of(config.get("strategy"), plan, faults)
     try:
-        strategy = strategy_of(config.get("strategy"), plan, faults)
         if not faults.found:
             return Regime(plan, trainer_kwargs(plan, strategy=strategy, callbacks=callbacks, **arguments))
     except PlanError as error:
@@ -59,64 +56,36 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
     return None
 
 
-def trainer_arguments(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """What the trainer section says, built; empty with a fault."""
-    given = cast("Mapping[str, Any]", config.get("trainer") or {})
-    return instantiated({key: value for key, value in given.items() if key not in HYDRA_KEYS}, "trainer", faults) or {}
-
-
-def model(config: Mapping[str, Any], faults: Faults) -> Any:
-    """The LightningModule of the model section."""
-    return instantiated(config["model"], "model", faults, LightningModule)
-
-
-def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """The data section as arguments of ``Trainer.fit``: a LightningDataModule, one loader, or ``train`` and ``val``."""
-    built = instantiated(config.get("data"), "data", faults)
-    if isinstance(built, dict) and "train" in built and built.keys() <= {"train", "val"}:
-        return {f"{name}_dataloaders": loader for name, loader in built.items()}
-    if isinstance(built, (dict, str, int)):
-        said = f"the keys {', '.join(map(str, built))}" if isinstance(built, dict) else repr(built)
-        faults.add(f"data: {said}", fix="write '_target_: package.Class', or the keys train and val")
-        return {}
-    return fit_arguments(built)
-
-
-def training_batches(loaders: Mapping[str, Any], model: LightningModule) -> Any:
-    """What ``Trainer.fit`` would iterate over, of what :func:`data` gave; the datamodule prepares itself for it."""
-    source: Any = loaders.get("datamodule")
-    if source is not None:
-        source.prepare_data()
-        source.setup("fit")
-    given: Any = loaders.get("train_dataloaders")  # whose truth would be its length
-    given = (model if source is None else source).train_dataloader() if given is None else given
-    if not isinstance(given, (dict, list, tuple)):
-        return given
-    several = CombinedLoader(cast("Any", given), "max_size_cycle")
-    return (batch for batch, *_ in iter(several))
-
-
 @contextmanager
 def one_run(
     arguments: Sequence[str], faults: Faults, command: str, config_dirs: Sequence[Path], **replaced: Any
 ) -> Generator[tuple[dict[str, Any], Regime]]:
-    """Within, the run that the arguments of ``command`` describe: its checked config and its regime.
-
-    Raises:
-        PlanError: all that was noted in ``faults``, before and here.
-    """
+    """Within, the run that the arguments of ``command`` describe: its checked config and its regime."""
     with composed(arguments, command, faults, config_dirs, **replaced) as (config, places):
         found = faults.unwrap(regime(config, places, faults))
-        with running(Path(config["run_dir"]), faults):
+        with running(Path(config["run_dir"]), faults), quiet():
             yield config, found
 
 
-def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
-    """Model and data after the config's seed; the faults of both at once."""
-    if config.get("seed") is not None:
-        seed_everything(config["seed"], workers=True, verbose=False)
-    built, loaders = model(config, faults), data(config, faults)
-    return faults.unwrap(built), loaders
+@contextmanager
+def running(folder: Path, faults: Faults) -> Generator[None]:
+    """What Lightning cannot run is a fault; processes that it starts for the other ranks write to the same folder."""
+    with environment_kept():
+        os.environ[RUN_DIR] = str(folder)
+        try:
+            yield
+        except MisconfigurationException as error:
+            faults.add(f"Lightning cannot run this: {one_line(error)}", fix="fix what it names")
+            faults.raise_if_any()
+
+
+# ---------------------------------------------------------------------- a part of the config
+
+
+def trainer_arguments(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+    """What the trainer section says, built; empty with a fault."""
+    given = {key: value for key, value in (config.get("trainer") or {}).items() if key not in HYDRA_KEYS}
+    return instantiated(given, "trainer", faults) or {}
 
 
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
@@ -135,20 +104,43 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
     return faults.unwrap(None)
 
 
-@contextmanager
-def running(folder: Path, faults: Faults) -> Generator[None]:
-    """What Lightning cannot run is a fault; processes that it starts for the other ranks write to the same folder."""
-    with environment_kept():
-        os.environ[RUN_DIR] = str(folder)
-        try:
-            yield
-        except MisconfigurationException as error:
-            faults.add(f"Lightning cannot run this: {one_line(error)}", fix="fix what it names")
-            faults.raise_if_any()
+def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
+    """Model and data after the config's seed; the faults of both at once."""
+    if config.get("seed") is not None:
+        seed_everything(config["seed"], workers=True, verbose=False)
+    built = instantiated(config["model"], "model", faults, LightningModule)
+    loaders = data(config, faults)
+    return faults.unwrap(built), loaders
 
 
-def plan_of(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
-    """The plan of a plan section: the plan's fields, or a call, which is made where there is no fault."""
+def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+    """The data section as arguments of ``Trainer.fit``: a LightningDataModule, one loader, or ``train`` and ``val``."""
+    built = instantiated(config.get("data"), "data", faults)
+    if isinstance(built, dict) and "train" in built and built.keys() <= {"train", "val"}:
+        return {f"{name}_dataloaders": loader for name, loader in built.items()}
+    if isinstance(built, (dict, str, int)):
+        said = f"the keys {', '.join(map(str, built))}" if isinstance(built, dict) else repr(built)
+        faults.add(f"data: {said}", fix="write '_target_: package.Class', or the keys train and val")
+        return {}
+    return fit_arguments(built)
+
+
+def model_and_batches(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, Any]:
+    """The model, and what ``Trainer.fit`` would iterate over."""
+    model, loaders = parts(config, faults)
+    source: Any = loaders.get("datamodule")
+    if source is not None:
+        source.prepare_data()
+        source.setup("fit")
+    given: Any = loaders.get("train_dataloaders")  # whose truth would be its length
+    given = (model if source is None else source).train_dataloader() if given is None else given
+    if isinstance(given, (dict, list, tuple)):
+        given = (batch for batch, *_ in iter(CombinedLoader(cast("Any", given), "max_size_cycle")))
+    return model, given
+
+
+def _plan(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
+    """The plan's fields, or a call, which is made where there is no fault."""
     target = given.get("_target_") if isinstance(given, Mapping) else None
     if target is not None and str(target).rpartition(".")[2] not in ("MixedPrecisionPlan", "PrecisionPolicy"):
         return None if faults.found else instantiated(given, "plan", faults, MixedPrecisionPlan)
@@ -174,26 +166,20 @@ def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
 def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
     """From a mapping (``null`` switches one off) or a list; those without a folder of their own write to the run's."""
     homes, found = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}, list[Callback]()
-    listed = given if isinstance(given, (dict, list)) else [] if given is None else [given]
+    listed = given if isinstance(given, (dict, list)) else [given]
     for name, entry in listed.items() if isinstance(listed, dict) else enumerate(listed):
-        if entry is None:
-            continue
-        if not isinstance(entry, Mapping) or "_target_" not in entry:
+        if isinstance(entry, Mapping) and "_target_" in entry:
+            takes = signature_of(entry["_target_"]).parameters
+            own = {key: home for key, home in homes.items() if key in takes and not entry.get(key)}
+            built = instantiated({**entry, **own}, f"callbacks.{name}", faults, Callback)
+            found += [] if built is None else [built]
+        elif entry is not None:
             faults.add(f"callbacks.{name}: {entry!r}", fix="write '_target_: package.Class', or null")
-            continue
-        takes = signature_of(entry["_target_"]).parameters
-        own = {key: home for key, home in homes.items() if key in takes and not entry.get(key)}
-        built = instantiated({**entry, **own}, f"callbacks.{name}", faults, Callback)
-        found += [] if built is None else [built]
     return found
 
 
 def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> Any:
-    """What Hydra builds of ``given``, a ``kind``; a value that is no mapping or list as it is, ``None`` with a fault.
-
-    Raises:
-        InstantiationException: the code that is built raised anything but a refusal of this package or of Lightning.
-    """
+    """What Hydra builds of ``given``, a ``kind``; what is no mapping or list as it is; ``None`` with a fault."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
@@ -205,9 +191,7 @@ def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> 
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, PlanError):
-            faults.extend(
-                Fault(f"{part}: {fault.problem}", allowed=fault.allowed, fix=fault.fix) for fault in cause.faults
-            )
+            faults.extend(replace(fault, problem=f"{part}: {fault.problem}") for fault in cause.faults)
         elif isinstance(cause, (MissingExtraError, MisconfigurationException)):
             fix = "run that line" if isinstance(cause, MissingExtraError) else "fix it, or its arguments"
             faults.add(f"{part}: {one_line(cause)}", fix=fix)

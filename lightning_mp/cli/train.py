@@ -68,13 +68,7 @@ def run(
     config_dirs: Sequence[Path] = (),
     only_show: bool = False,
 ) -> int:
-    """Compose ``[CONFIG] key=value …``, check all of it, then train; returns the exit status.
-
-    Raises:
-        PlanError: what was given cannot run; every fault at once, before a model is built.
-        MissingExtraError: an optional package that is needed is not installed.
-        NonFiniteError: the run met more non-finite steps than its plan allows.
-    """
+    """Compose ``[CONFIG] key=value …``, check all of it before a model is built, then train; the exit status."""
     parts = load_parts()
     from lightning_mp.cli.config import composed, sweep
     from lightning_mp.errors import Faults
@@ -113,7 +107,7 @@ def _check_settings(config: dict[str, Any], faults: Faults) -> None:
 def _as_yaml(config: dict[str, Any]) -> str:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(config))
+    return OmegaConf.to_yaml(config)
 
 
 def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
@@ -123,7 +117,7 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
 
     faults, folder = Faults("train"), Path(config["run_dir"])
     with parts.running(folder, faults):
-        trainer = parts.trainer(dict(regime.trainer), faults)
+        trainer = parts.trainer(regime.trainer, faults)
         show_readings(trainer)
         model, data = parts.parts(config, faults)
         if getattr(rank_zero_only, "rank", 0) == 0:
@@ -185,14 +179,14 @@ def _sweep(
     from lightning_mp.errors import PlanError
     from lightning_mp.record.report import write_report
 
-    failed, folders = 0, [home / file_name(",".join(chosen)) for chosen in runs]
-    options = [part for each in config_dirs for part in ("--config-dir", str(each))]
-    for number, (chosen, folder) in enumerate(zip(runs, folders, strict=True), 1):
+    failed, ran = 0, list[Path]()
+    train = [sys.executable, "-m", "lightning_mp", "train", *(f"--config-dir={each}" for each in config_dirs), *given]
+    for number, chosen in enumerate(runs, 1):
         say(f"[{number}/{len(runs)}] {' '.join(chosen)}")
+        folder = home / file_name(",".join(chosen))
         quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-        command = [sys.executable, "-m", "lightning_mp", "train", *options, *given, *chosen, f"++run_dir='{quoted}'"]
-        failed += subprocess.run(command, check=False).returncode != 0
-    ran = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
+        failed += subprocess.run([*train, *chosen, f"++run_dir='{quoted}'"], check=False).returncode != 0
+        ran += [folder] if (folder / "metrics.jsonl").is_file() else []
     try:
         say(f"compared: {write_report(ran, home / 'report.html')}" if ran else "nothing wrote metrics")
     except PlanError as error:

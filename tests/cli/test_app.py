@@ -8,15 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from lightning_mp.cli import app
 
 HEAVY = ("torch", "lightning", "transformers", "tokenizers", "numpy", "matplotlib")
-
-
-def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
@@ -54,58 +50,3 @@ def test_a_shell_is_offered_completion() -> None:
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.stdout.split() == ["advise"]
-
-
-# ------------------------------------------------------------------ consolidate
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from support.models import Regression
-    from support.running import fit
-    from support.saving import SaveAt
-
-    class WithExtraState(Regression):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"version": 1}
-
-    folder = tmp_path_factory.mktemp("run")
-    fit(WithExtraState(), callbacks=[SaveAt(folder, 8)])
-    return folder / "8.ckpt"
-
-
-def test_consolidate_writes_and_says_what(checkpoint: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    out = tmp_path / "net.safetensors"
-    result = _run("consolidate", str(checkpoint), str(out), "--dtype", "bfloat16", "--prefix", "net.")
-    assert result.exit_code == 0
-    size = sum(one.nbytes for one in load_file(out).values())
-    assert result.output == f"{out}: 6 tensors, {size / 1024:.1f} KiB, bf16\n"
-    assert sorted(load_file(out)) == ["0.bias", "0.weight", "1.bias", "1.weight", "3.bias", "3.weight"]
-
-
-def test_consolidate_casts_what_was_pinned_only_where_all_is_asked_for(tmp_path: Path) -> None:
-    from lightning_mp import MixedPrecisionPlan
-    from support.models import Regression
-    from support.running import fit
-    from support.saving import SaveAt
-
-    plan = MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"})
-    fit(Regression(), callbacks=[SaveAt(tmp_path, 8)], plugins=[plan])
-    for options, dtypes in {(): "bf16, fp32", ("--all",): "bf16"}.items():
-        arguments = [str(tmp_path / "8.ckpt"), str(tmp_path / "w.pt"), "--dtype", "bf16"]
-        assert _run("consolidate", *arguments, *options).output.endswith(f" KiB, {dtypes}\n")
-
-
-def test_consolidate_reads_objects_only_with_trust(tmp_path: Path) -> None:
-    from fractions import Fraction
-
-    import torch
-
-    torch.save({"state_dict": {"a": torch.zeros(2)}, "hyper_parameters": Fraction(1, 2)}, tmp_path / "x.ckpt")
-    arguments = ["consolidate", str(tmp_path / "x.ckpt"), str(tmp_path / "w.pt")]
-    refused = _run(*arguments)
-    assert refused.exit_code == 2
-    assert "--trust" in refused.stderr
-    assert _run(*arguments, "--trust").exit_code == 0

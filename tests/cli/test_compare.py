@@ -1,14 +1,18 @@
-"""``lightning-mp compare``: a table and two files from a config, and what is refused before anything is built."""
+"""``lightning-mp compare`` and ``demo``: a table and two files, and what is refused before anything is built."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from lightning_mp.cli import app
-from support.training import PLAIN, Net
+from support.launching import environment
+from support.training import PLAIN, Net, write
 
 FP8 = "precision: fp8-mixed\nfp8: {recipe: tensorwise, small: convert, emulate: true}\n"
 
@@ -17,19 +21,11 @@ def _compare(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["compare", *arguments])
 
 
-def _config(folder: Path, text: str = PLAIN) -> str:
-    (folder / "run.yaml").write_text(text)
-    return str(folder / "run.yaml")
-
-
 def test_a_table_and_two_files(tmp_path: Path) -> None:
-    (tmp_path / "narrow.yaml").write_text(FP8)
-    config = _config(
-        tmp_path,
-        PLAIN.replace("width: 4", "width: 16").replace("Net", "Wide").replace("rows: 12", "rows: 12\n  width: 16"),
-    )
-    out = tmp_path / "out"
-    result = _compare(config, "--plans", f"bf16-mixed,{tmp_path / 'narrow.yaml'}", "--seeds", "2", "--out", str(out))
+    narrow, out = write(tmp_path, FP8, "narrow.yaml"), tmp_path / "out"
+    wide = PLAIN.replace("width: 4", "width: 16").replace("Net", "Wide").replace("rows: 12", "rows: 12\n  width: 16")
+    config = write(tmp_path, wide)
+    result = _compare(config, "--plans", f"bf16-mixed,{narrow}", "--seeds", "2", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "seed 2 of 2, narrow" in result.stdout
     assert "verdict" in result.stdout
@@ -45,27 +41,63 @@ def test_a_table_and_two_files(tmp_path: Path) -> None:
 
 def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -> None:
     built = Net.built
-    result = _compare(
-        _config(tmp_path),
-        "--plans",
-        "bf17-mixed,no.yaml",
-        "--seeds",
-        "0",
-        "--steps",
-        "0",
-        "ckpt_path=x",
-        "model.wdth=3",
-    )
+    given = ("--plans", "bf17-mixed,no.yaml", "--seeds", "0", "--steps", "0", "ckpt_path=x", "model.wdth=3")
+    result = _compare(write(tmp_path, PLAIN), *given)
     assert result.exit_code == 2
     assert Net.built == built
-    for text in (
-        "6 errors",
-        "'bf17-mixed'",
-        "'no.yaml', which is no file",
-        "seeds=0",
-        "steps=0",
-        "ckpt_path: ",
-        "model.wdth, which Net does not take",
-    ):
-        assert text in result.stderr
+    said = ("6 errors", "'bf17-mixed'", "'no.yaml', which is", "seeds=0", "steps=0", "ckpt_path: ", "model.wdth, ")
+    assert [text for text in said if text not in result.stderr] == []
     assert not Path("runs").exists()
+
+
+# ---------------------------------------------------------------------- demo, with its output in a pipe
+
+RAN = ("fp32", "bf16", "bf16-ckpt", "fp16")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a short demo printed, and its folder; nothing was said on stderr."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    command = [sys.executable, "-m", "lightning_mp", "demo", "--steps", "3", "--out", str(out)]
+    root = Path(__file__).parents[2]
+    given = environment(CUDA_VISIBLE_DEVICES="", PYTHONPATH=root)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout, out
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_every_plan_has_a_row_and_tf32_says_why_it_has_none(demo: tuple[str, Path]) -> None:
+    printed, out = demo
+    assert not any(ord(character) < 32 for character in printed.replace("\n", ""))
+    assert "tf32: left out, since this CPU has no TF32." in printed
+    rows = [line.split()[0] for line in printed[printed.index("─") :].splitlines()[1:5]]
+    assert tuple(rows) == RAN
+    assert printed.splitlines()[-1] == f"written: {out / 'compare.html'}, {out / 'compare.json'}"
+    assert "<html" in (out / "compare.html").read_text(encoding="utf-8")[:500]
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_plans_train_the_same_model_in_less_memory(demo: tuple[str, Path]) -> None:
+    plans = {plan["name"]: plan for plan in json.loads((demo[1] / "compare.json").read_text())["plans"]}
+    first = [plan["runs"][0]["losses"][0] for plan in plans.values()]
+    assert first == pytest.approx([first[0]] * len(RAN), abs=0.01)
+    peak = {name: plan["peak_bytes"]["mean"] for name, plan in plans.items()}
+    assert peak["bf16-ckpt"] < peak["bf16"] < peak["fp32"]
+    assert peak["fp16"] == pytest.approx(peak["bf16"], rel=0.02)
+    assert all(run["error"] is None for plan in plans.values() for run in plan["runs"])
+
+
+@pytest.mark.parametrize("package", ["transformers", "tokenizers"])
+def test_a_missing_package_names_the_extra_that_brings_it(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning.pytorch")  # whose metrics look for transformers when they are imported
+    monkeypatch.setitem(sys.modules, package, None)  # Python's own way to say: not importable
+    result = CliRunner().invoke(app, ["demo", "--steps", "1", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert f"needs {package}. Install it: pip install '" in result.stderr
+    assert not (tmp_path / "out").exists()

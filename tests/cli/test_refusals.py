@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lightning_mp.cli import app
 from support.training import PLAIN, Net, refusal, write
 
 LANGUAGE = "lightning_mp.demo.language_model.CausalLM"
@@ -37,6 +39,16 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "a list": ((PLAIN, "- 1\n"), "run.yaml', which is no mapping", "plan:"),
     "a number": ((PLAIN, "3\n"), "does not compose: run.yaml: ", ""),
     "what is no LightningModule": (("support.training.Net\n  width: 4", "torch.nn.Flatten"), "model: a Flatten", ""),
+    "data without a target": (
+        ("data:\n  _target_: support.training.loader\n  rows: 12", "data: support.training.loader"),
+        "Could not find 'data/support.training.loader'",
+        "",
+    ),
+    "data of other keys": (
+        ("data:\n  _target_: support.training.loader\n  rows: 12", "data: {train: 1, test: 2}"),
+        "data: the keys train, test",
+        "train and val",
+    ),
     "an unknown architecture": (
         ("support.training.Net\n  width: 4", f"{LANGUAGE}\n  architecture: lama\n  config: {{}}"),
         "model: architecture='lama' is no model_type",
@@ -78,7 +90,7 @@ def test_a_fault_is_named_with_a_way_out(name: str, tmp_path: Path) -> None:
     assert old in PLAIN
     built = Net.built
     (fault,) = refusal(write(tmp_path, PLAIN.replace(old, new, 1)))
-    assert Net.built == built + (name == "parts that do not fit")
+    assert Net.built == built + (name == "data of other keys")
     assert given in fault.problem
     assert fix in fault.fix
 
@@ -102,15 +114,6 @@ def test_a_deepspeed_json_is_read_before_a_model_is_built(section: str, tmp_path
     (fault,) = refusal(write(tmp_path, config))
     assert Net.built == built
     assert "unknown key fp17" in fault.problem
-
-
-def test_data_without_a_target_are_refused_before_a_step(tmp_path: Path) -> None:
-    text = PLAIN.replace("data:\n  _target_: support.training.loader\n  rows: 12", "data: support.training.loader")
-    (fault,) = refusal(write(tmp_path, text))
-    assert "Could not find 'data/support.training.loader'" in fault.problem
-    text = text.replace("data: support", "data: {train: 1, test: 2} #")
-    (fault,) = refusal(write(tmp_path, text))
-    assert fault.problem == "data: the keys train, test"
 
 
 def test_a_module_of_the_users_that_does_not_import_keeps_its_own_error(tmp_path: Path) -> None:
@@ -154,13 +157,7 @@ class Unstepped(Net):
 
 
 @pytest.mark.parametrize(("name", "said"), [("Unmade", "mine at the start"), ("Unstepped", "mine in a step")])
-def test_an_exception_in_the_users_code_keeps_its_traceback(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from typer.testing import CliRunner
-
-    from lightning_mp.cli import app
-
+def test_an_exception_in_the_users_code_keeps_its_traceback(name: str, said: str, tmp_path: Path) -> None:
     module = f"own_{name.lower()}"
     write(tmp_path, OWN, f"{module}.py")
     path = write(tmp_path, PLAIN.replace("support.training.Net", f"{module}.{name}"))

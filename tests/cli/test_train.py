@@ -50,12 +50,6 @@ def test_the_bar_shows_the_loss_and_the_scale(tmp_path: Path) -> None:
     assert (shown["scale"], shown["loss"]) == ("64", f"{health.rows[-1]['train/loss']:.4g}")
 
 
-def test_more_processes_than_a_cpu_can_hold_are_refused_before_one_starts() -> None:
-    result = CliRunner().invoke(app, ["audit", "experiment=llama_tiny", "plan=fp32", "trainer.devices=999"])
-    assert result.exit_code == 2
-    assert "trainer.devices=999, processes on" in result.stderr
-
-
 # ---------------------------------------------------------------------- every file of the package runs
 
 
@@ -89,8 +83,14 @@ def test_an_experiment_of_the_package_runs_with_only_its_size_changed(name: str)
 # ---------------------------------------------------------------------- any LightningModule
 
 
-def test_any_module_trains_as_it_would_without_the_command(tmp_path: Path) -> None:
+def _process() -> tuple[list[str], dict[str, str]]:
+    return list(sys.path), {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "PYTEST_"))}
+
+
+def test_any_module_trains_as_it_would_without_the_command_which_leaves_the_process_as_it_was(tmp_path: Path) -> None:
+    before = _process()
     run(write(tmp_path, PLAIN), "run_dir=out")
+    assert _process() == before
     data = instantiate(yaml.safe_load(PLAIN)["data"])
     seed_everything(0, workers=True, verbose=False)
     module = instantiate(yaml.safe_load(PLAIN)["model"])
@@ -126,10 +126,8 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
 def test_a_run_ends_with_what_happened_in_words(tmp_path: Path) -> None:
     scaled = PLAIN.replace("bf16-mixed", "16-mixed\n  loss_scaling: {init_scale: 1.0e+30}")
     *_, said = run(write(tmp_path, scaled), "run_dir=out", "trainer.max_steps=2")
-    assert said.startswith("out: 2 steps, 2 of them skipped; report: ")
-    assert said.endswith("; report: out/report.html")
-    assert run(write(tmp_path, PLAIN), "run_dir=one", "trainer.max_steps=1")[-1].startswith("one: 1 step; report: ")
-    nothing = CliRunner().invoke(app, ["train", str(write(tmp_path, scaled)), "run_dir=none", "trainer.max_steps=6"])
+    assert said == "out: 2 steps, 2 of them skipped; report: out/report.html"
+    nothing = CliRunner().invoke(app, ["train", write(tmp_path, scaled), "run_dir=none", "trainer.max_steps=6"])
     assert nothing.exit_code == 1
     assert "The run applied 0 of its 6 optimizer steps" in nothing.output
 
@@ -147,15 +145,6 @@ def test_a_plan_may_be_a_precision_or_a_call(plan: str, tmp_path: Path) -> None:
     kept = torch.load(Path("out") / "checkpoints" / "last.ckpt", weights_only=True)
     name = "TruePlan" if "TruePlan" in plan else "MixedPrecisionPlan"
     assert kept[name]["policy"]["precision"] == "bf16-true"
-
-
-def test_what_the_process_had_is_put_back(tmp_path: Path) -> None:
-    path, before = list(sys.path), dict(os.environ)
-    run(write(tmp_path, PLAIN), "run_dir=out")
-    assert sys.path == path
-    assert {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "PYTEST_"))} == {
-        k: v for k, v in before.items() if not k.startswith(("PL_", "PYTEST_"))
-    }
 
 
 # ---------------------------------------------------------------------- the command
@@ -194,20 +183,3 @@ def test_two_processes_train_one_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(losses(folder)) == 3
-
-
-def test_bad_input_is_one_error_without_a_traceback(tmp_path: Path) -> None:
-    path = write(tmp_path, PLAIN.replace("width", "widht"))
-    done = CliRunner().invoke(app, ["train", path, "plan.precision=fp61"])
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    head, *lines = done.stderr.splitlines()
-    assert head == "lightning-mp train: 2 errors"
-    assert len(lines) == 2
-
-
-def test_the_config_can_be_shown_without_a_run(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["train", write(tmp_path, PLAIN), "plan=fp16", "--show"])
-    assert result.exit_code == 0
-    assert yaml.safe_load(result.stdout)["plan"]["precision"] == "16-mixed"
-    assert not (tmp_path / "runs").exists()
