@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -79,22 +80,20 @@ def _compared(
         steps = asked["steps"] or (longest if longest > 0 else _STEPS)
         with parts.running(folder, faults):
             found = compare(
-                lambda: _made(
-                    lambda faults: parts.instantiated(config["model"], "model", faults, parts.LightningModule)
-                ),
-                lambda: _made(lambda faults: parts.data(config, faults)),
+                partial(_made, parts.instantiated, config["model"], "model", kind=parts.LightningModule),
+                partial(_made, parts.data, config),
                 plans,
                 **{**asked, "steps": steps, "out": folder},
-                strategy=lambda plan: _made(lambda faults: parts.strategy_of(config.get("strategy"), plan, faults)),
+                strategy=partial(_made, parts.strategy_of, config.get("strategy")),
                 say=typer.echo,
                 **{name: value for name, value in trainer.items() if name not in OWN},
             )
     return found, folder
 
 
-def _made(make: Callable[[Faults], T]) -> T:
+def _made(make: Callable[..., T], *given: Any, **options: Any) -> T:
     with Faults("compare") as faults:
-        return make(faults)
+        return make(*given, faults=faults, **options)
 
 
 # ---------------------------------------------------------------------- demo

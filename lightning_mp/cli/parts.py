@@ -44,7 +44,8 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
     if plan is None or before:
         return None
     callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
-    arguments = {"default_root_dir": config["run_dir"], **trainer_arguments(config, faults)}
+    arguments = trainer_arguments(config, faults)
+    arguments["default_root_dir"] = arguments.get("default_root_dir") or config["run_dir"]
     if arguments.get("enable_checkpointing") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
     strategy = strategy_of(config.get("strategy"), plan, faults)

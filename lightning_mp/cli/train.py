@@ -73,20 +73,19 @@ def run(
     from lightning_mp.cli.config import composed, sweep
     from lightning_mp.errors import Faults
 
-    faults, shown, home = Faults("train"), list[str](), Path()
+    faults, home = Faults("train"), Path()
     given, runs = sweep(arguments, faults) if multirun else (arguments, [[]])
-    for chosen in runs:
+    for number, chosen in enumerate(runs):
         with composed([*given, *chosen], "train", faults, config_dirs) as (config, places):
             with redirect_stdout(sys.stderr) if only_show else nullcontext():  # others print what is no part of it
                 _check_settings(config, faults)
                 regime = faults.unwrap(parts.regime(config, places, faults))
-            shown, home = [*shown, _as_yaml(config)], Path(config["run_dir"])
-            if not (chosen or only_show):
+            home = Path(config["run_dir"])
+            if only_show:
+                say("---\n" * (number > 0) + _as_yaml(config).rstrip())
+            elif not chosen:
                 return _train(config, regime, say)
-    if only_show:
-        say("---\n".join(shown).rstrip())
-        return 0
-    return _sweep(given, runs, home, config_dirs, say)
+    return 0 if only_show else _sweep(given, runs, home, config_dirs, say)
 
 
 def _check_settings(config: dict[str, Any], faults: Faults) -> None:

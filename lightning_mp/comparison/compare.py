@@ -15,7 +15,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -147,12 +148,10 @@ class _Watch(Callback):
         """The loss of every optimizer step, a mean over ranks and micro-batches."""
         if not self.losses:
             return []
-        values = torch.stack([loss for _, loss in self.losses])
-        reduced = trainer.strategy.reduce(values, reduce_op="mean")
-        steps: dict[int, list[float]] = {}
-        for (step, _), value in zip(self.losses, reduced.tolist(), strict=True):
-            steps.setdefault(step, []).append(value)
-        return [statistics.fmean(values) for values in steps.values()]
+        steps, losses = zip(*self.losses, strict=True)
+        reduced = trainer.strategy.reduce(torch.stack(losses), reduce_op="mean").tolist()
+        of_each = groupby(zip(steps, reduced, strict=True), key=itemgetter(0))
+        return [statistics.fmean(loss for _, loss in micro_batches) for _, micro_batches in of_each]
 
 
 def _now(trainer: Trainer) -> float:

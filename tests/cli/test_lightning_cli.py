@@ -25,7 +25,6 @@ FIT = """\
 model: {{width: 4}}
 trainer:
   accelerator: cpu
-  strategy: {strategy}
   max_steps: 3
   logger: false
   enable_checkpointing: false
@@ -47,9 +46,9 @@ class Fed(Net):
         return loader(12)
 
 
-def cli(path: str, monkeypatch: pytest.MonkeyPatch, *command: str) -> Any:
-    monkeypatch.setattr("sys.argv", ["train.py", *command, "--config", path])
-    options: dict[str, Any] = {"save_config_callback": None, "seed_everything_default": 0, "run": bool(command)}
+def cli(path: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, run: bool = False) -> Any:
+    monkeypatch.setattr("sys.argv", ["train.py", *["fit"] * run, "--config", path, *arguments])
+    options: dict[str, Any] = {"save_config_callback": None, "seed_everything_default": 0, "run": run}
     return LightningCLI(Fed, **options)
 
 
@@ -72,19 +71,17 @@ def test_the_plan_by_its_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """The parser finds it among the subclasses of Lightning's class, once the script has imported it."""
     path = write(tmp_path, "model: {width: 4}\ntrainer: {accelerator: cpu, logger: false}")
     plugins = ("--trainer.plugins=MixedPrecisionPlan", "--trainer.plugins.precision=16-mixed")
-    monkeypatch.setattr("sys.argv", ["train.py", "--config", path, *plugins])
-    options: dict[str, Any] = {"save_config_callback": None, "seed_everything_default": 0, "run": False}
-    plan = LightningCLI(Fed, **options).trainer.precision_plugin
+    plan = cli(path, monkeypatch, *plugins).trainer.precision_plugin
     assert isinstance(plan, MixedPrecisionPlan)
     assert plan.precision == "16-mixed"
 
 
-def test_a_file_is_fitted_under_its_plan_and_callbacks(tmp_path: Path) -> None:
+def test_a_file_is_fitted_under_its_plan_and_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_folder: None
+) -> None:
     scaling = "{init_scale: 64, growth_interval: 2}"
-    path = write(tmp_path, FIT.format(strategy="auto", scaling=scaling, folder=tmp_path / "run"))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.chdir(tmp_path)
-        fitted = cli(path, monkeypatch, "fit")
+    path = write(tmp_path, FIT.format(scaling=scaling, folder=tmp_path / "run"))
+    fitted = cli(path, monkeypatch, run=True)
     plan = fitted.trainer.precision_plugin
     assert (plan.precision, plan.applied_steps, plan.scaler.get_scale()) == ("16-mixed", 3, 128.0)
     assert plan.policy.pins[0].pattern == "layer"
@@ -95,9 +92,9 @@ def test_values_that_the_plan_refuses_are_all_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaling = "{growth_factor: 0.5, init_scale: -1}"
-    path = write(tmp_path, FIT.format(strategy="auto", scaling=scaling, folder=tmp_path / "run"))
+    path = write(tmp_path, FIT.format(scaling=scaling, folder=tmp_path / "run"))
     with pytest.raises((ValueError, SystemExit)) as refused:
-        cli(path, monkeypatch, "fit")
+        cli(path, monkeypatch, run=True)
     said = f"{refused.value}{capsys.readouterr().err}"
     assert "growth_factor=0.5" in said
     assert "init_scale=-1.0" in said

@@ -135,8 +135,7 @@ def test_under_zero_and_in_a_pipeline_the_formula_answers_and_its_parts_add_up(n
     else:
         pytest.importorskip("deepspeed")
     devices = 4 if name == "pipeline" else 8
-    given: dict[str, Any] = {"strategy": name, "devices": devices, "trainer_args": {"accelerator": "cpu"}}
-    found = predict_memory(module, batch, MixedPrecisionPlan(precision), **given)
+    found = predict_memory(module, batch, MixedPrecisionPlan(precision), strategy=name, devices=devices)
     assert found.method == "formula"
     assert ("pipeline" if name == "pipeline" else "DeepSpeed") in found.notes[0]
     assert tuple(found.parts) == PARTS
