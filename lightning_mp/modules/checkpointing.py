@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -20,11 +20,10 @@ from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.modules.patterns import (
     Swapped,
     called_in,
+    check_changeable,
     matches,
     named_submodules,
     no_match,
-    not_lazy,
-    not_scripted,
     swap_in,
     swap_out,
 )
@@ -69,67 +68,52 @@ class CheckpointedForward(Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, checkpointed wherever gradients are on."""
-        run = cast("Any", super()).forward
-        state = self.__dict__.get("_lmp_checkpoint")
+        run, state = cast("Any", super()).forward, self.__dict__.get("_lmp_checkpoint")
         compiling = torch.compiler.is_compiling()
-        if (
-            state is None
-            or not torch.is_grad_enabled()
-            or (state.in_container and (compiling or getattr(_running, "on", False)))
-        ):
+        inside = compiling or getattr(_running, "on", False)
+        if state is None or not torch.is_grad_enabled() or (state.in_container and inside):
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
-        # a compiled graph changes buffers at its end, once
-        run = run if compiling else _RepeatableForward(cast("nn.Module", self), run)
-        if state.save_ops is not None:
-            options["context_fn"] = partial(_selective_contexts, state.save_ops, None if compiling else run)
+        if not compiling:  # a compiled graph changes buffers at its end, once
+            options["context_fn"] = partial(_contexts, _Buffers(cast("nn.Module", self)), state.save_ops)
+        elif state.save_ops is not None:
+            options["context_fn"] = partial(_selective_contexts, state.save_ops)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
 
-class _RepeatableForward:
-    """A module's forward which, called again, finds the buffers and the default dtype as they were the first time.
+#: the name of a module, the key of its buffer, and whether it is training
+_Place = tuple[str, str, bool]
 
-    Else the recomputation would count a batch twice in the statistics of a batch norm, and compute something else where
-    an output depends on a buffer that forward changes (the vectors of a spectral norm, an EMA). Copied are those that
+
+class _Buffers:
+    """A module's buffers and the default dtype, for the recomputation to find them as the forward did.
+
+    Else it would count a batch twice in the statistics of a batch norm, and compute something else where an output
+    depends on a buffer that forward changes (the vectors of a spectral norm, an EMA). Copies are kept of those that
     changed in the first forward, in training and in evaluation, or in a later one.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
-        self._run, self._dtype, self._ran = run, torch.get_default_dtype(), False
-        #: by module, key and training mode, whether a buffer changes
-        self._changing: dict[tuple[str, str, bool], bool] = vars(module).setdefault("_lmp_changing", {})
+        self._dtype = torch.get_default_dtype()
+        #: whether a buffer changes
+        self._changing: dict[_Place, bool] = vars(module).setdefault("_lmp_changing", {})
         #: the dict that holds each buffer, itself, and how often it was written to
-        self._before: dict[tuple[str, str, bool], tuple[dict[str, Any], Tensor | None, int | None]] = {
-            (name, key, one.training): (buffers, tensor, compat.version(tensor))
-            for name, one in module.named_modules()
-            for buffers in [compat.buffers_of(one)]
+        self._before: dict[_Place, tuple[dict[str, Any], Tensor | None, int | None]] = {
+            (name, key, part.training): (buffers, tensor, compat.version(tensor))
+            for name, part in module.named_modules()
+            for buffers in [compat.buffers_of(part)]
             for key, tensor in buffers.items()
         }
         may_change = [place for place in self._before if self._changing.get(place, True)]
         self._copies = {place: _copied(self._before[place][1]) for place in may_change}
-        #: copies of them for the next recomputation, which may write to them
-        self._spare: dict[tuple[str, str, bool], Tensor | None] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        again, self._ran = self._ran, True
-        before, _running.on = getattr(_running, "on", False), True
-        try:
-            with self._as_before() if again else nullcontext():
-                output = self._run(*args, **kwargs)
-        finally:
-            _running.on = before
-        if not again:
-            self._drop_unchanged()
-        return output
-
-    def copy_buffers(self) -> None:
-        """Make the copies that the next recomputation is given."""
-        self._spare = {place: _copied(copy) for place, copy in self._copies.items()}
-
-    def _drop_unchanged(self) -> None:
-        """After the first forward: let go of the copies of what it left as it was."""
+    @contextmanager
+    def first(self) -> Generator[None, None, None]:
+        """Around the forward: in the end, let go of the copies of what it left as it was."""
+        with _under_way():
+            yield
         for place, (buffers, old, version) in self._before.items():
             changed = buffers.get(place[1]) is not old or compat.version(old) != version
             if place not in self._changing and not changed and old is not None and not is_fake(old):
@@ -139,65 +123,73 @@ class _RepeatableForward:
                 self._copies.pop(place, None)
 
     @contextmanager
-    def _as_before(self) -> Generator[None, None, None]:
-        # Other tensors for the time being: to write into those that are there would spoil what autograd has saved.
+    def again(self) -> Generator[None, None, None]:
+        """Around each recomputation: other tensors, since writing to those there would spoil what autograd saved."""
         now = {place: buffers.get(place[1]) for place, (buffers, _, _) in self._before.items()}
-        if not self._spare:
-            self.copy_buffers()
         for place, (buffers, old, _) in self._before.items():
-            buffers[place[1]] = self._spare.get(place, old)
-        self._spare = {}
+            buffers[place[1]] = _copied(self._copies[place]) if place in self._copies else old
         try:
-            with default_dtype(self._dtype):
+            with default_dtype(self._dtype), _under_way():
                 yield
         finally:
             for place, (buffers, _, _) in self._before.items():
                 buffers[place[1]] = now[place]
 
 
-class _Recomputing:
-    """Around each recomputation of selective checkpointing, whose mode allows no operator that the forward had not."""
+@contextmanager
+def _under_way() -> Generator[None, None, None]:
+    before, _running.on = getattr(_running, "on", False), True
+    try:
+        yield
+    finally:
+        _running.on = before
 
-    def __init__(self, forward: _RepeatableForward, mode: Any) -> None:
-        self._forward, self._mode = forward, mode
+
+class _Within:
+    """Within both contexts; torch enters it for every backward pass through the graph.
+
+    The buffers' own comes first: the mode of selective checkpointing allows no operator that the forward had not.
+    """
+
+    def __init__(self, buffers: Callable[[], AbstractContextManager[None]], mode: AbstractContextManager[Any]) -> None:
+        self._buffers, self._mode = buffers, mode
 
     def __enter__(self) -> None:
-        self._forward.copy_buffers()
-        self._mode.__enter__()
+        self._entered = ExitStack()
+        self._entered.enter_context(self._buffers())
+        self._entered.enter_context(self._mode)
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+        self._entered.__exit__(*error)
 
 
 def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def _selective_contexts(save_ops: frozenset[str], run: _RepeatableForward | None) -> tuple[Any, Any]:
-    def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        kept = str(op) in save_ops
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _contexts(buffers: _Buffers, save_ops: frozenset[str] | None) -> tuple[_Within, _Within]:
+    first, again = (nullcontext(), nullcontext()) if save_ops is None else _selective_contexts(save_ops)
+    return _Within(buffers.first, first), _Within(buffers.again, again)
 
-    first, again = create_selective_checkpoint_contexts(decide)
-    return first, again if run is None else _Recomputing(run, again)
+
+def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:
+    def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if str(op) in save_ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
 
 
 def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Module]:
-    """The modules that ``config`` checkpoints, in definition order, without changing anything.
-
-    Of nested matches the outermost counts; a matched container without a forward (``ModuleList``) stands for its
-    children. Patterns that match nothing are noted in ``faults``, and so are unknown ``save_ops``.
-    """
+    """The modules that ``config`` checkpoints, the outermost of nested matches, in definition order; change nothing."""
     named = list(named_submodules(root))
     for pattern in config.patterns:
         if not any(matches(pattern, name, module) for name, module in named):
             no_match(pattern, root, "checkpointing pattern", faults)
+    known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
     for name in config.save_ops or ():
         if not _overloads(name):
-            known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
-            faults.add(
-                f"save_ops {name!r}", fix=did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
-            )
+            fix = did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
+            faults.add(f"save_ops {name!r}", fix=fix)
     outermost: dict[int, nn.Module] = {}
     covered: list[str] = []
     for name, module in named:
@@ -205,18 +197,15 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
             continue
         if any(matches(pattern, name, module) for pattern in config.patterns):
             covered.append(name)
-            not_scripted(name, module, "checkpointing", faults)
-            for inner, one in module.named_modules(prefix=name):
-                not_lazy(inner, one, "checkpointing", faults)
+            for inner, part in module.named_modules(prefix=name):
+                if part is module or not isinstance(part, torch.jit.ScriptModule):  # within, those are left alone
+                    check_changeable(inner, part, "checkpointing", faults)
             outermost.update((id(called), called) for called in called_in(module))
     return list(outermost.values())[:: config.every]
 
 
 def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> ExitStack:
-    """Checkpoint ``modules`` in place; closing the result undoes all of it.
-
-    transformers models below ``root`` get ``use_cache=False``.
-    """
+    """Checkpoint ``modules`` in place, with transformers' caches off; closing the result undoes all of it."""
     applied = ExitStack()
     ops = config.save_ops or DEFAULT_SAVE_OPS
     names = None if config.mode == "full" else frozenset(chain.from_iterable(map(_overloads, ops)))

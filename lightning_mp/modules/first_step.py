@@ -1,7 +1,6 @@
 """What the first step of a run is refused for: weights that are computed with past their pin, or past autocast's cast.
 
-Operators are seen below autocast, so that every function counts, with no list of them. Compiled graphs run as they are
-and are not looked into.
+Operators are seen below autocast, so that every function counts. Compiled graphs are not looked into.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class FirstStep(TorchDispatchMode):
         self, root: nn.Module, members: Sequence[PinnedModule], compute: str, halves: Mapping[int, str]
     ) -> None:
         super().__init__()
-        self._root, self._members, self._compute, self._halves = root, members, compute, halves
+        self._root, self._members, self._compute, self._half_values = root, members, compute, halves
         #: by ``id`` of every parameter that was met; those of sharded modules are made in their forward
         self._known: dict[int, _Source | None] = {}
 
@@ -74,18 +73,15 @@ class FirstStep(TorchDispatchMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            pinned = [
-                own for one in given if (own := sources.get(id(one))) and one.dtype == to_torch(own.member.pin.dtype)
-            ]
-            if pinned and len({tensor.dtype for tensor in given}) > 1 and _CLASH.search(str(error)):
-                raise self._clash(pinned[0], given, name) from error
+            self._explain_clash(error, given, sources, name)
             raise
-        if self._halves:
-            self._allow_cast_alone(func, name, given, floating_in(result), kwargs)
+        made = floating_in(result)
+        if self._half_values:
+            self._allow_cast_alone(func, name, given, made, kwargs)
         if moves:
-            self._follow_cast(given, floating_in(result), name)
+            self._follow_cast(given, made, name)
         if sources:
-            self._follow(given, sources, floating_in(result), moves=moves)
+            self._follow(given, sources, made, moves=moves)
         return result
 
     def _allow_cast_alone(
@@ -93,7 +89,7 @@ class FirstStep(TorchDispatchMode):
     ) -> None:
         dtype = to_torch(self._compute)
         for tensor in given:
-            weight = self._halves.get(id(tensor)) or getattr(tensor, _PART_OF, None)
+            weight = self._half_values.get(id(tensor)) or getattr(tensor, _PART_OF, None)
             if weight is not None and func.is_view:
                 for view in made:
                     setattr(view, _PART_OF, weight)
@@ -101,14 +97,14 @@ class FirstStep(TorchDispatchMode):
                 raise other_use(weight, dtype, func)
 
     def _source(self, tensor: Tensor) -> _Source | None:
-        if isinstance(tensor, nn.Parameter):
-            if id(tensor) not in self._known:
-                self._known.update((id(parameter), None) for parameter in (tensor, *self._root.parameters()))
-                for member in self._members:
-                    for key, parameter in member.module.named_parameters(recurse=False):
-                        self._known[id(parameter)] = _Source(member, key, True)
-            return self._known[id(tensor)]
-        return getattr(tensor, _SOURCE, None)
+        if not isinstance(tensor, nn.Parameter):
+            return getattr(tensor, _SOURCE, None)
+        if id(tensor) not in self._known:
+            self._known.update((id(parameter), None) for parameter in (tensor, *self._root.parameters()))
+            for member in self._members:
+                own = member.module.named_parameters(recurse=False)
+                self._known.update((id(parameter), _Source(member, key, True)) for key, parameter in own)
+        return self._known[id(tensor)]
 
     def _follow(self, given: list[Tensor], sources: dict[int, _Source], made: list[Tensor], *, moves: bool) -> None:
         """Note of what was made that it comes from a pinned weight, where it has its dtype from there."""
@@ -116,14 +112,14 @@ class FirstStep(TorchDispatchMode):
         weights = (sources[id(one)].whole if id(one) in sources else isinstance(one, nn.Parameter) for one in given)
         whole = moves and not inside and all(weights)
         for tensor in made:
-            alike = (one for one in given if one.dtype == tensor.dtype)
-            own = tensor.dtype == to_torch(source.member.pin.dtype)
-            if own and self._source(tensor) is None and (inside or whole or all(id(one) in sources for one in alike)):
+            alike = (other for other in given if other.dtype == tensor.dtype)
+            own = tensor.dtype == to_torch(source.member.pin.dtype) and self._source(tensor) is None
+            if own and (inside or whole or all(id(other) in sources for other in alike)):
                 setattr(tensor, _SOURCE, source._replace(whole=whole))
 
     def _follow_cast(self, given: list[Tensor], made: list[Tensor], name: str) -> None:
         """Note a cast of a weight to a half format, and in which call of a function it was made."""
-        cast = next((one for tensor in given if (one := getattr(tensor, _CAST, None)) is not None), None)
+        cast = next((noted for tensor in given if (noted := getattr(tensor, _CAST, None)) is not None), None)
         source = self._source(given[0]) if given and name == "_to_copy" else None
         if source is not None and source.whole and not in_pinned_forward() and source.member.pin.dtype != self._compute:
             cast = source, _call()
@@ -134,37 +130,42 @@ class FirstStep(TorchDispatchMode):
                 setattr(tensor, _CAST, cast)
 
     def _refuse_past_pin(self, given: list[Tensor], name: str) -> None:
-        """Raise where a weight is computed with in the call that cast it: what users cast themselves they mean.
-
-        A table of learned queries may be what is multiplied, and is cast as any activation is.
-        """
+        """Raise where a weight is computed with in the call that cast it: what users cast themselves they mean."""
         for tensor in given:
             source, call = getattr(tensor, _CAST, (None, None))
             if source is None or call != _call() or _in_pinned_call():
                 continue
-            factors = [one for one in given if one.ndim > 1]
+            # a table of learned queries may be what is multiplied, and is cast as any activation is
+            factors = [other for other in given if other.ndim > 1]
             if multiplies(source.member.module) or not factors or factors[0] is not tensor:
-                raise self._past_pin(source, f"in {dtype_name(tensor.dtype)}", name)
+                raise _past_pin(source, f"in {dtype_name(tensor.dtype)}", name)
 
-    def _past_pin(self, source: _Source, how: str, name: str) -> PlanError:
-        member = source.member
-        call = f"call {member.name!r} there, " if has_own_forward(member.module) else ""  # a ParameterDict has none
-        return PlanError.of(
-            f"{member.name}.{source.key} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and something "
-            f"outside of that module's forward computes with it {how} ({name}{users_line()})",
-            f"{call}pin the module around it, compute there with autocast off, or remove the pin",
-        )
-
-    def _clash(self, source: _Source, given: list[Tensor], name: str) -> PlanError:
-        member, pin = source.member, source.member.pin
-        other = next(word for tensor in given if (word := dtype_name(tensor.dtype)) != pin.dtype)
-        if source.whole:
-            return self._past_pin(source, f"together with {other}", name)
-        return PlanError.of(
-            f"{member.name!r} is pinned to {pin.dtype} ({pin.pattern!r}), and what it gives meets {other} in {name}"
-            f"{users_line()}",
+    def _explain_clash(self, error: RuntimeError, given: list[Tensor], sources: dict[int, _Source], name: str) -> None:
+        """Raise where a pin is why two dtypes do not go together."""
+        known = ((tensor, sources[id(tensor)]) for tensor in given if id(tensor) in sources)
+        pinned = [source for tensor, source in known if tensor.dtype == to_torch(source.member.pin.dtype)]
+        dtypes = [dtype_name(tensor.dtype) for tensor in given]
+        if not pinned or len(set(dtypes)) == 1 or not _CLASH.search(str(error)):
+            return
+        member, pin = pinned[0].member, pinned[0].member.pin
+        other = next(word for word in dtypes if word != pin.dtype)
+        if pinned[0].whole:
+            raise _past_pin(pinned[0], f"together with {other}", name) from error
+        given_to = f"and what it gives meets {other} in {name}{users_line()}"
+        raise PlanError.of(
+            f"{member.name!r} is pinned to {pin.dtype} ({pin.pattern!r}), {given_to}",
             "cast it there, pin what reads it too, or remove the pin",
-        )
+        ) from error
+
+
+def _past_pin(source: _Source, how: str, name: str) -> PlanError:
+    member = source.member
+    call = f"call {member.name!r} there, " if has_own_forward(member.module) else ""  # a ParameterDict has none
+    return PlanError.of(
+        f"{member.name}.{source.key} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and something "
+        f"outside of that module's forward computes with it {how} ({name}{users_line()})",
+        f"{call}pin the module around it, compute there with autocast off, or remove the pin",
+    )
 
 
 def _call() -> tuple[int, int] | None:

@@ -63,10 +63,7 @@ def pays(recipe: str, out: int, into: int) -> bool:
 def select(
     root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults
 ) -> tuple[list[FP8Layer], list[nn.Module]]:
-    """Every Linear, Conv1D and weight of experts below ``root``, once, and the modules to convert; changes nothing.
-
-    Patterns that match nothing and a model with nothing to convert are noted in ``faults``.
-    """
+    """Every Linear, Conv1D and weight of experts below ``root``, once, and the modules to convert; changes nothing."""
     named = list(named_submodules(root))
     wanted, skipped = _covered(named, rule.patterns), _covered(named, rule.skip)
     for pattern in (*rule.patterns, *rule.skip):
@@ -75,18 +72,15 @@ def select(
             no_match(pattern, root, "fp8 pattern", faults)
     pins, adapters = {id(module) for module in pinned}, _adapters(root)
     tied = {key for key, places in owners(root).items() if len({id(module) for _, module, _ in places}) > 1}
-    linear = (nn.Linear, *conv1d())
     layers: list[FP8Layer] = []
     chosen: list[nn.Module] = []
-    seen: set[int] = set()
-    for name, module in named:
-        if id(module) in seen:
+    for name, module in root.named_modules():
+        if not name or not isinstance(module, (nn.Linear, *conv1d())):
+            layers += [FP8Layer(f"{name}.{key}", False, "kind", shape) for key, shape in _experts(module) if name]
             continue
-        seen.add(id(module))
-        if not isinstance(module, linear):
-            layers.extend(FP8Layer(f"{name}.{key}", False, "kind", shape) for key, shape in _experts(module))
-            continue
-        weight, shape = cast("nn.Parameter", module.weight), _shape(module)
+        weight = cast("nn.Parameter", module.weight)
+        # also where this rank holds a part of it
+        shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
         reasons = (
             ("kind", not _is_plain_linear(module)),
             ("pinned", id(module) in pins),
@@ -94,53 +88,38 @@ def select(
             ("tied", id(weight) in tied),
             ("adapter", id(module) in adapters),
             ("frozen", not weight.requires_grad),
+            ("shape", any(size % rule.multiple for size in shape)),
+            ("size", rule.small == "skip" and not pays(rule.recipe, *shape)),
         )
-        reason = next((word for word, holds in reasons if holds), None) or _by_numbers(rule, shape)
+        reason = next((word for word, holds in reasons if holds), None)
         layers.append(FP8Layer(name, reason is None, reason, shape))
         if reason is None:
             chosen.append(module)
     if not chosen:
-        found, why = "; ".join(table(layers)) or "it has no Linear", {layer.reason for layer in layers}
+        why = {layer.reason for layer in layers}
         small = "write FP8(small='convert') to convert small layers too, which is slower than bf16, or "
         odd = f"round dimensions up to a multiple of {rule.multiple}, or "
         fix = f"{small if 'size' in why else ''}{odd if 'shape' in why else ''}use precision='bf16-mixed'"
-        faults.add(f"precision='fp8-mixed' on a model of which nothing can be converted: {found}", fix=fix)
+        given = f"precision='fp8-mixed' on a model of which nothing can be converted: {'; '.join(table(layers))}"
+        faults.add(given if layers else f"{given}it has no Linear", fix=fix)
     return layers, chosen
 
 
-def _shape(module: nn.Module) -> tuple[int, ...]:
-    """The weight's, also where this rank holds a part of it."""
-    if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features
-    return tuple(cast("Tensor", module.weight).shape)
-
-
 def _experts(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a module's own matrices, one an expert, that grouped products multiply with.
-
-    Not a convolution's kernels, nor rows that are added to every batch.
-    """
+    """Names and shapes of a module's own matrices, one an expert: no kernel, nor rows added to every batch."""
     if original_class(module).__module__.startswith("torch.nn."):
         return []
     own = {key: weight for key, weight in module.named_parameters(recurse=False) if not is_lazy(weight)}
     return [(key, tuple(weight.shape)) for key, weight in own.items() if weight.ndim == 3 and min(weight.shape) > 1]
 
 
-def _by_numbers(rule: FP8, shape: tuple[int, ...]) -> str | None:
-    out, into = shape
-    if out % rule.multiple or into % rule.multiple:
-        return "shape"
-    return "size" if rule.small == "skip" and not pays(rule.recipe, out, into) else None
-
-
 def _covered(named: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
     """The names that a pattern matches, and what is below them."""
-    found: set[str] = set()
+    covered: set[str] = set()
     for name, module in named:
-        above = name.rpartition(".")[0] in found
-        if above or any(matches(pattern, name, module) for pattern in patterns):
-            found.add(name)
-    return found
+        if name.rpartition(".")[0] in covered or any(matches(pattern, name, module) for pattern in patterns):
+            covered.add(name)
+    return covered
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -155,13 +134,9 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 def _adapters(root: nn.Module) -> set[int]:
     """``id`` of the modules in which peft's layers (``BaseTunerLayer``) keep what they add."""
-    found: set[int] = set()
-    for module in root.modules():
-        for name in getattr(module, "adapter_layer_names", None) or ():
-            added = getattr(module, name, None)
-            if isinstance(added, nn.Module):
-                found.update(map(id, added.modules()))
-    return found
+    names = ((module, getattr(module, "adapter_layer_names", None) or ()) for module in root.modules())
+    added = (getattr(module, name, None) for module, own in names for name in own)
+    return {id(part) for module in added if isinstance(module, nn.Module) for part in module.modules()}
 
 
 # ------------------------------------------------------------------ in words
@@ -259,22 +234,18 @@ def is_converted(module: nn.Module) -> bool:
 
 def with_role(root: nn.Module, origin: Origin | None) -> Origin | None:
     """Where a non-finite value was born; of a layer that runs in FP8, with the operand that was not finite."""
-    found = None if origin is None else dict(root.named_modules()).get(origin.module)
-    if origin is None or found is None or not is_converted(found) or origin.phase not in ("forward", "backward"):
+    layer = None if origin is None else dict(root.named_modules()).get(origin.module)
+    if origin is None or layer is None or not is_converted(layer) or origin.phase not in ("forward", "backward"):
         return origin
     if origin.phase == "backward":
         return replace(origin, role="gradient")
-    weight = local(cast("Tensor", found.weight))
+    weight = local(cast("Tensor", layer.weight))
     bad = not bool(torch.isfinite(torchao.restored(weight) if torchao.holds_fp8(weight) else weight).all())
     return replace(origin, role="weight" if bad else "input" if origin.input_bad else "output")
 
 
 class Conversion:
-    """What is converted of a model for one run, and the way back.
-
-    Raises:
-        MissingExtraError: torchao is not installed.
-    """
+    """What is converted of a model for one run, and the way back."""
 
     def __init__(self, root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults) -> None:
         torchao.require()
@@ -288,10 +259,9 @@ class Conversion:
 
     def apply(self, dtype: torch.dtype, device_type: str) -> None:
         """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
-        rule = self.rule
-        product = torchao.product(rule.recipe, emulate=rule.emulate)
-        evaluate = rule.evaluate == "fp8"
-        running = Running(product, rule.multiple, dtype, device_type, self.stages, evaluate)
+        product = torchao.product(self.rule.recipe, emulate=self.rule.emulate)
+        evaluate = self.rule.evaluate == "fp8"
+        running = Running(product, self.rule.multiple, dtype, device_type, self.stages, evaluate)
         for module in self.converted.values():
             swap_in(module, FP8Forward, _lmp_fp8=running)
 

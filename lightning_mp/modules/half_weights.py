@@ -1,7 +1,6 @@
 """Weights that autocast alone computes with, so that a strategy may gather them in the compute dtype: which, and how.
 
-One rule for all strategies: the weights of linear layers, convolutions and attention's projections, which their
-module's forward hands to a product that autocast casts for; less those that something else reads.
+Those that their module's forward hands to a product that autocast casts for, less those that something else reads.
 """
 
 from __future__ import annotations
@@ -49,21 +48,22 @@ def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[We
     special |= {id(module): "computed with in FP8" for module in root.modules() if fp8.is_converted(module)}
     special |= {id(member.module): "pinned" for member in pin_map.members}
     special |= {id(one.module): "pinned" for one in pin_map.wide if one.pin.dtype != policy.compute_dtype}
-    found: dict[int, tuple[str, Tensor, list[tuple[nn.Module, str]]]] = {}
-    for name, module in root.named_modules():
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
         for key, tensor in module.named_parameters(recurse=False):
-            found.setdefault(id(tensor), (f"{name}.{key}".strip("."), tensor, []))[2].append((module, key))
+            places.setdefault(id(tensor), []).append((module, key))
     whole = None if policy.mixed else "computed with as stored"
     return [
-        Weight(name, tensor, tuple(places), whole or _reason(tensor, places, special))
-        for name, tensor, places in found.values()
+        Weight(name, tensor, tuple(own), whole or _reason(tensor, own, special))
+        for name, tensor in root.named_parameters()
+        for own in [places[id(tensor)]]
     ]
 
 
 def _reason(tensor: Tensor, places: list[tuple[nn.Module, str]], special: dict[int, str]) -> str | None:
-    for module, _ in places:
-        if id(module) in special:
-            return special[id(module)]
+    reason = next((special[id(module)] for module, _ in places if id(module) in special), None)
+    if reason is not None:
+        return reason
     if not (is_plain(tensor) or hasattr(tensor, "to_local")) or not tensor.is_floating_point():
         return "a tensor class of its own"
     others = [(module, key) for module, key in places if key not in _keys(module)]
@@ -135,15 +135,12 @@ class AutocastWeight(Tensor):
             if name == "_to_copy" and kwargs.get("dtype") is held.dtype:
                 return held.detach()
             if func.is_view:
-                return _wrapped(func(held, *args[1:], **kwargs), label)
+                views = func(held, *args[1:], **kwargs)
+                return cls(views, label) if isinstance(views, Tensor) else [cls(view, label) for view in views]
             if reads_no_value(name):
                 return func(held, *args[1:], **{"dtype": torch.float32, **kwargs})
         other = next(item for item in floating_in([args, kwargs]) if isinstance(item, AutocastWeight))
         raise other_use(other.label, other.held.dtype, func)
-
-
-def _wrapped(found: Any, label: str) -> Any:
-    return AutocastWeight(found, label) if isinstance(found, Tensor) else [AutocastWeight(one, label) for one in found]
 
 
 def reads_no_value(name: str) -> bool:

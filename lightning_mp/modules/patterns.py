@@ -1,15 +1,11 @@
-"""Which modules a pattern means, by name and class, and the swap of a class that changes what a module does.
-
-The one place where names are matched, and where a class is the one that the author wrote, whatever was swapped in.
-"""
+"""Which modules a pattern means, by name and class, and the swap of a class that changes what a module does."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
-from functools import cache, wraps
+from functools import cache, reduce, wraps
 from typing import Any, cast
 
 import torch
@@ -28,25 +24,22 @@ _NORM = re.compile(r"(?<!Weight)(?<!Spectral)Norm(?!aliz)")
 
 def is_norm(module: nn.Module) -> bool:
     """Whether the module is a LayerNorm, BatchNorm, GroupNorm or RMSNorm of any class: one that only normalizes."""
-    named = any(_NORM.search(cls.__name__) for cls in original_class(module).__mro__)
-    own = sum(1 for _ in module.parameters(recurse=False)) + sum(1 for _ in module.buffers(recurse=False))
-    if not named or not (own or original_class(module).__module__.startswith("torch.nn.")):
+    cls = original_class(module)
+    owns = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    if not (owns or cls.__module__.startswith("torch.nn.")) or not any(_NORM.search(c.__name__) for c in cls.__mro__):
         return False
     return all(is_norm(child) or next(child.parameters(), None) is None for child in module.children())
 
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
-    """Whether ``pattern`` means the module: by its name, a dotted suffix of it, or its class (case-sensitive fnmatch).
-
-    The word ``norms`` means every normalization too.
-    """
+    """Whether ``pattern`` means the module: ``norms``, or fnmatch of its class, its name or a dotted suffix of it."""
     if pattern == NORMS and is_norm(module):
         return True
-    parts, kind = name.split("."), original_class(module).__name__
-    suffixes = (".".join(parts[start:]) for start in range(len(parts)))
-    # torch renames the class of a module whose weights are parametrized: Linear to ParametrizedLinear
-    plain = kind.removeprefix("Parametrized") if is_parametrized(module) else kind
-    return any(fnmatchcase(word, pattern) for word in (*suffixes, kind, plain))
+    parts, cls = name.split("."), original_class(module).__name__
+    words = [cls, *(".".join(parts[start:]) for start in range(len(parts)))]
+    if is_parametrized(module):  # torch renames the class: Linear to ParametrizedLinear
+        words.append(cls.removeprefix("Parametrized"))
+    return any(fnmatchcase(word, pattern) for word in words)
 
 
 def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -62,11 +55,11 @@ Place = tuple[str, nn.Module, str]
 
 def owners(root: nn.Module) -> dict[int, list[Place]]:
     """``id`` of every parameter → all places it is reached by, those of the root itself under the name ``""``."""
-    found: dict[int, list[Place]] = {}
+    places: dict[int, list[Place]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(id(parameter), []).append((name, module, key))
-    return found
+            places.setdefault(id(parameter), []).append((name, module, key))
+    return places
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -79,10 +72,7 @@ def _forward(module: nn.Module) -> Any:
 
 
 def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterator[nn.Module]:
-    """The module itself where it has a forward; else the outermost below it that have one.
-
-    ``through_sequential``: what is in a ``Sequential``, which is called however that one is used.
-    """
+    """What has a forward: the module, else the outermost below it; of a ``Sequential``, what is in it, where asked."""
     if has_own_forward(module) and not (through_sequential and _forward(module) is nn.Sequential.forward):
         yield module
         return
@@ -90,15 +80,11 @@ def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterato
         yield from called_in(child, through_sequential=through_sequential)
 
 
-def not_scripted(name: str, module: nn.Module, what: str, faults: Faults) -> None:
-    """Note that ``module``, whose forward is to be replaced, is compiled by ``torch.jit``, which never calls it."""
+def check_changeable(name: str, module: nn.Module, what: str, faults: Faults) -> None:
+    """Note why the class of ``module`` cannot be swapped: compiled by ``torch.jit``, or its parameters are lazy."""
     if isinstance(module, torch.jit.ScriptModule):
         faults.add(f"{what} on {name!r}, which torch.jit compiled", fix="leave it out, or script it after training")
-
-
-def not_lazy(name: str, module: nn.Module, what: str, faults: Faults) -> None:
-    """Note that ``module`` itself has parameters that its first forward will make, as it changes its class."""
-    if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+    elif any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
         faults.add(f"{what} on {name!r}, whose parameters do not exist yet", fix="run one batch through it first")
 
 
@@ -129,18 +115,15 @@ def plain_name(name: str) -> str:
 class Swapped:
     """Mix-in of every swapped class: it looks like its base, and pickles as base plus mix-in."""
 
-    lmp_mixin: type[Swapped]
+    #: what was swapped in, innermost first, over which class
+    lmp_mixins: tuple[type[Swapped], ...]
     lmp_base: type[nn.Module]
     #: attributes of the instance that go with the mix-in
     lmp_state: tuple[str, ...] = ()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time and cannot be found by name: rebuild it from those that can.
-        get_state = getattr(type(self), "__getstate__", None)
-        default = get_state is None or get_state is getattr(object, "__getstate__", None)
-        state = self.__dict__.copy() if default else cast("Any", self).__getstate__()
-        mixins, base = _layers(type(self))
-        return _rebuild, (mixins, base), state
+        return _rebuild, _layers(type(self)), cast("Any", super().__reduce_ex__(2))[2]
 
 
 class OwnForward(Swapped):
@@ -173,30 +156,24 @@ def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Modul
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return cast("Any", mixin).forward(self, *args, **kwargs)
 
+    layers, original = _layers(base)
     namespace = {
         "forward": wraps(base.forward)(forward),  # code that inspects the signature sees the module's own
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "lmp_mixin": mixin,
-        "lmp_base": base,
+        "lmp_mixins": (*layers, mixin),
+        "lmp_base": original,
     }
     return cast("type[nn.Module]", type(base.__name__, (*_anchor(base), mixin, base), namespace))
 
 
-def _layers(cls: Any) -> tuple[tuple[type[Swapped], ...], type[nn.Module]]:
-    """The mix-ins of a swapped class, innermost first, and the class they were swapped over."""
-    mixins: list[type[Swapped]] = []
-    while issubclass(cls, Swapped):
-        mixins.append(cls.lmp_mixin)
-        cls = cls.lmp_base
-    return tuple(reversed(mixins)), cls
+def _layers(cls: type) -> tuple[tuple[type[Swapped], ...], type[nn.Module]]:
+    return getattr(cls, "lmp_mixins", ()), getattr(cls, "lmp_base", cls)
 
 
 def _combined(mixins: Iterable[type[Swapped]], base: type[nn.Module]) -> type[nn.Module]:
-    for mixin in mixins:
-        base = _swapped_class(mixin, base)
-    return base
+    return reduce(lambda below, mixin: _swapped_class(mixin, below), mixins, base)
 
 
 def _rebuild(mixins: tuple[type[Swapped], ...], base: type[nn.Module]) -> nn.Module:
@@ -209,7 +186,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     cls = type(module)
     while True:
         if issubclass(cls, Swapped):
-            cls = _layers(cls)[1]
+            cls = cls.lmp_base
         elif len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule":
             cls = cast("type[nn.Module]", cls.__bases__[1])
         else:
@@ -217,10 +194,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False, **state: Any) -> None:
-    """Make ``module`` an instance of ``mixin`` over its present class, or below all that was swapped in.
-
-    ``state`` are attributes of the instance.
-    """
+    """Make ``module`` one of ``mixin`` over its present class, or below all others; ``state`` are its attributes."""
     vars(module).update(state)
     if isinstance(module, mixin):
         return
@@ -240,7 +214,7 @@ def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
     """
     for name in mixin.lmp_state:
         vars(module).pop(name, None)
-    if "lmp_mixin" not in vars(type(module)):
+    if "lmp_mixins" not in vars(type(module)):
         return
     mixins, base = _layers(type(module))
     left = [layer for layer in mixins if layer is not mixin]
@@ -250,35 +224,13 @@ def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
     module.__class__ = _combined(left, base)
 
 
-@contextmanager
-def original_classes(root: nn.Module) -> Generator[None, None, None]:
-    """Within, every module is of the class that its author wrote: ``type(module) is nn.LayerNorm`` holds."""
+def call_with_original_classes(root: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``run`` while every module is of the class that its author wrote: ``type(module) is nn.LayerNorm`` holds."""
     swapped = [(module, type(module)) for module in root.modules() if original_class(module) is not type(module)]
-    for module, _ in swapped:
-        module.__class__ = original_class(module)
     try:
-        yield
+        for module, _ in swapped:
+            module.__class__ = original_class(module)
+        return run(*args, **kwargs)
     finally:
         for module, cls in swapped:
             module.__class__ = cls
-
-
-def call_with_original_classes(root: nn.Module, method: str) -> Callable[[], None]:
-    """Have the next call of a method of ``root`` see the original classes; what is returned ends that, too."""
-    own, run = vars(root).get(method), getattr(root, method)
-    if hasattr(own, "lmp_once"):  # of another callback
-        return lambda: None
-
-    def restore() -> None:
-        vars(root).pop(method, None)
-        if own is not None:
-            vars(root)[method] = own
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        with original_classes(root):
-            return run(*args, **kwargs)
-
-    cast("Any", once).lmp_once = True
-    vars(root)[method] = once
-    return restore

@@ -1,12 +1,10 @@
-"""Module-level dtypes: which pin covers which module, what is stored in which dtype, and running a module in its pin's.
-
-A weight may also be read outside of its module's forward, where the pin does not hold: ``first_step`` looks for that.
-"""
+"""Module-level dtypes: which pin covers which module, what is stored in which, and running a module in its pin's."""
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,21 +12,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import apply_to_tensors, children_of
+from lightning_mp.compat.torch import apply_to_tensors
+from lightning_mp.compat.transformers import kept_in_fp32
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import wide_linear
-from lightning_mp.modules.declared import Declared, find
 from lightning_mp.modules.patterns import (
     NORMS,
     Place,
     Swapped,
+    check_changeable,
     has_own_forward,
     matches,
     named_submodules,
     no_match,
-    not_lazy,
-    not_scripted,
+    original_class,
     owners,
+    plain_name,
     swap_in,
     swap_out,
 )
@@ -59,6 +58,22 @@ class PinnedModule:
 
 
 @dataclass(frozen=True, slots=True)
+class Declared:
+    """A tensor that a model itself stores in fp32: its module, the list's entry that means it, the model's class."""
+
+    name: str
+    module: nn.Module
+    key: str
+    pattern: str
+    model: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor as it is now; sharding puts another in its place."""
+        return getattr(self.module, self.key)
+
+
+@dataclass(frozen=True, slots=True)
 class PinMap:
     """Which pin covers which module; ``shadowed`` are the patterns that earlier ones leave nothing to."""
 
@@ -76,53 +91,43 @@ class PinMap:
 
     def dtypes(self) -> dict[int, str]:
         """``id`` of every parameter that a pin, or the model itself, decides → its dtype."""
-        return {id(one.tensor): "fp32" for one in self.declared} | {
-            id(parameter): member.pin.dtype
-            for member in self.members
-            for left in [uncastable(member.module)]
-            for parameter in member.module.parameters(recurse=False)
-            if id(parameter) not in left
-        }
+        dtypes = {id(declared.tensor): "fp32" for declared in self.declared}
+        for member in self.members:
+            own = set(map(id, member.module.parameters(recurse=False))) - uncastable(member.module)
+            dtypes |= dict.fromkeys(own, member.pin.dtype)
+        return dtypes
 
 
 def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str = "fp32") -> PinMap:
-    """Match ``pins`` against the modules below ``root``, whose rest is stored in ``storage``; change nothing.
-
-    The first pin in order that covers a module wins; a match covers what is below it, and the other owner of a tied
-    weight. Patterns that match nothing and tied weights pinned to two dtypes are noted in ``faults``.
-    """
+    """Match ``pins``, the first that covers a module wins, against the modules below ``root``; change nothing."""
     if not pins:
-        return PinMap((), (), find(root, storage, ()))
+        return PinMap((), (), _declared(root, storage, ()))
     named = list(named_submodules(root))
-    index_of = _covering(named, pins, root, faults)
+    modules, index_of = dict(named), _covering(named, pins, root, faults)
     used, wide = set(index_of.values()), list[PinnedModule]()
     for name, module in named:
         if name in index_of and pins[index_of[name]].accumulate is not None:
             pin = pins[index_of.pop(name)]
             wide_linear.check(name, module, pin.pattern, faults)
-            not_lazy(name, module, f"pin {pin.pattern!r}", faults)
+            check_changeable(name, module, f"pin {pin.pattern!r}", faults)
             wide.append(PinnedModule(name, module, pin, True, None))
     _resolve_ties(owners(root).values(), index_of, pins, faults)
-    modules = dict(named)
-    members: list[PinnedModule] = []
-    seen: set[int] = set()
+    members: dict[int, PinnedModule] = {}
     for name, module in named:
         index = index_of.get(name)
-        if index is None or id(module) in seen:
+        if index is None or id(module) in members:
             continue
-        seen.add(id(module))
         callers = list(_called_above(name, modules))
         around = [index_of.get(caller) for caller in callers]
         outer = next((above for above in around if above != index), None)
         if not (callers and isinstance(modules[callers[0]], torch.jit.ScriptModule)):
-            not_scripted(name, module, f"pin {pins[index].pattern!r}", faults)
-        not_lazy(name, module, f"pin {pins[index].pattern!r}", faults)
+            check_changeable(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
-        members.append(PinnedModule(name, module, pins[index], around[:1] != [index], inside))
+        members[id(module)] = PinnedModule(name, module, pins[index], around[:1] != [index], inside)
     unused = [pin.pattern for index, pin in enumerate(pins) if index not in used]
     shadowed = [pattern for pattern in unused if any(matches(pattern, name, module) for name, module in named)]
-    declared = find(root, storage, [member.module for member in members])
-    return PinMap(tuple(members), tuple(shadowed), declared, tuple(wide))
+    pinned = tuple(members.values())
+    return PinMap(pinned, tuple(shadowed), _declared(root, storage, [each.module for each in pinned]), tuple(wide))
 
 
 def _covering(
@@ -145,13 +150,11 @@ def _covering(
 
 
 def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults) -> None:
-    """A tied weight lives in one dtype: a pin on one owner covers an owner that no pin mentions.
-
-    Not one that contains a pinned owner: BERT's head shares a bias with the decoder in it, and nothing else.
-    """
+    """A pin on one owner of a tied weight covers an owner that no pin mentions; two dtypes of one are noted."""
     for places in tied:
         pinned = [name for name, _, _ in places if name in index_of]
         for name, _, _ in places if pinned else ():
+            # BERT's head shares a bias with the decoder in it, and nothing else
             if name and not any(owner.startswith(f"{name}.") for owner in pinned):
                 index_of.setdefault(name, min(index_of[owner] for owner in pinned))
     for places in tied:
@@ -174,27 +177,14 @@ def _called_above(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
             yield name
 
 
-class Places:
-    """Where the pinned modules of ``root`` are: nobody calls the plan when code puts another in place of one."""
-
-    def __init__(self, root: nn.Module, pin_map: PinMap) -> None:
-        #: by what holds a module, and its key in there, the module and who it is or is around
-        self._held: dict[tuple[int, str], tuple[dict[str, nn.Module | None], str, nn.Module, PinnedModule]] = {}
-        for member in pin_map.covered:
-            module = root
-            for key in member.name.split("."):
-                children = children_of(module)
-                module = cast("nn.Module", children[key])
-                self._held[id(children), key] = children, key, module, member
-
-    def refuse_changed(self) -> None:
-        """Raise a PlanError where one of them, or what holds it, was replaced."""
-        for children, key, module, member in self._held.values():
-            if children.get(key) is not module:
-                raise PlanError.of(
-                    f"{member.name!r}, pinned to {member.pin.dtype} ({member.pin.pattern!r}), was replaced in the run",
-                    "replace it before trainer.fit(), or in configure_model",
-                )
+def refuse_replaced(root: nn.Module, pin_map: PinMap) -> None:
+    """Raise a PlanError where code put another in place of a pinned module: nobody tells the plan of it."""
+    for member in pin_map.covered:
+        if root.get_submodule(member.name) is not member.module:
+            raise PlanError.of(
+                f"{member.name!r}, pinned to {member.pin.dtype} ({member.pin.pattern!r}), was replaced in the run",
+                "replace it before trainer.fit(), or in configure_model",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +284,7 @@ class PinnedForward(Swapped):
 
 
 def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> None:
-    """Store and run every covered module in its pin's dtype, in place; a module pinned so already is left alone.
-
-    ``compute_dtype`` is what a module with no floating input (an embedding) returns to under the true modes.
-    """
+    """Store and run every covered module in its pin's dtype, in place; a module pinned so already is left alone."""
     for member in pin_map.members:
         module = member.module
         cast_module_(module, to_torch(member.pin.dtype))
@@ -313,7 +300,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
     module, dtype, output = member.module, to_torch(member.pin.dtype), member.pin.output
-    own, quantized = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)), uncastable(module)
+    own, quantized = _own(module), uncastable(module)
     before: PinState | None = vars(module).get("_lmp_pin")  # of an earlier run, which may have sharded the module
     kept = {name for name, tensor in own if id(tensor) in quantized} | (before.kept if before else set[str]())
     # Inside another pinned region autocast is off, so nothing there would cast what comes out.
@@ -328,10 +315,7 @@ def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device
 
 
 def unpin(module: nn.Module) -> None:
-    """Give ``module`` and all below it their own forward back after a run with pins; dtypes stay as they are.
-
-    For what wants the plain classes: scripting, parametrizations, another framework.
-    """
+    """Give ``module`` and all below it their own forward back, for scripting or another framework; dtypes stay."""
     remove(module.modules())
 
 
@@ -353,25 +337,70 @@ def cast_unpinned(modules: Iterable[nn.Module], policy: PrecisionPolicy) -> None
     made half); any other stays what the user made it. So do quantized weights and all that belongs to them, and float64
     where the policy stores fp32.
     """
-    found, storage = list(modules), to_torch(policy.storage_dtype)
+    owners, storage = list(modules), to_torch(policy.storage_dtype)
     buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
-    moved = {one.dtype for module in found for one in castable(module, buffers=False) if not _keeps(one, storage)}
-    for module in found:
+    own = [tensor for module in owners for tensor in castable(module, buffers=False)]
+    moved = {tensor.dtype for tensor in own if not _keeps(tensor, storage)}
+    to, only = (storage, moved) if buffers is None else (to_torch(buffers), None)
+    for module in owners:
         cast_module_(module, storage, buffers=False, only=moved)
-        to, only = (storage, moved) if buffers is None else (to_torch(buffers), None)
         cast_module_(module, to, parameters=False, only=only)
 
 
 def kept_dtypes(root: nn.Module, storage: torch.dtype) -> dict[int, torch.dtype]:
     """``id`` of every parameter that is not cast to ``storage`` where no pin covers it → its own dtype."""
     return {
-        id(one): one.dtype
+        id(parameter): parameter.dtype
         for module in root.modules()
         for left in [uncastable(module)]
-        for one in module.parameters(recurse=False)
-        if id(one) in left or (_keeps(one, storage) and not hasattr(one, "to_local"))
+        for parameter in module.parameters(recurse=False)
+        if id(parameter) in left or (_keeps(parameter, storage) and not hasattr(parameter, "to_local"))
     }
 
 
 def _keeps(tensor: Tensor, storage: torch.dtype) -> bool:
     return tensor.dtype == torch.float64 and storage == torch.float32
+
+
+# ------------------------------------------------------------------ what a model itself keeps in fp32
+
+
+def _declared(root: nn.Module, storage: str, pinned: Iterable[nn.Module]) -> tuple[Declared, ...]:
+    """What models below ``root`` keep in fp32 where ``storage`` is ``"bf16"`` or ``"fp16"``, less the ``pinned``.
+
+    The outermost model's lists count: it has taken over those of the models inside, and names are relative to it.
+    """
+    taken, inside, declared = _ids(pinned), set[int](), list[Declared]()
+    for prefix, model in root.named_modules():
+        patterns = () if id(model) in inside else kept_in_fp32(model, storage)
+        if not patterns:
+            continue
+        inside.update(map(id, model.modules()))
+        for name, module in model.named_modules():
+            left = uncastable(module) | taken
+            for key, tensor in _own(module):
+                pattern = next((word for word in patterns if re.search(word, f"{name}.{key}".strip("."))), None)
+                if pattern and tensor.is_floating_point() and id(tensor) not in left:
+                    place = f"{prefix}.{name}".strip(".")
+                    declared.append(Declared(place, module, key, pattern, original_class(model).__name__))
+    return tuple(declared)
+
+
+def fp32_names(root: nn.Module, pinned: Mapping[nn.Module, str]) -> dict[str, list[str]]:
+    """By half format, names of tensors of modules ``pinned`` to fp32 and of what a model declares, less wrappers."""
+    fp32 = _ids(module for module, dtype in pinned.items() if dtype == "fp32")
+    kept = {half: fp32 | {id(each.tensor) for each in _declared(root, half, pinned)} for half in ("bf16", "fp16")}
+    owned = [
+        (plain_name(f"{name}.{key}".strip(".")), id(tensor))
+        for name, module in root.named_modules(remove_duplicate=False)
+        for key, tensor in _own(module)
+    ]
+    return {half: [name for name, key in owned if key in ids] for half, ids in kept.items() if ids}
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(tensor) for module in modules for _, tensor in _own(module)}

@@ -48,7 +48,11 @@ def _normalize(module: Any, given: Tensor) -> Tensor:
     centred = x - mean.view(shape)
     variance = all_reduce(centred.square().sum(over), group=module.process_group or dist.group.WORLD) / count
     if module.track_running_stats:
-        _track(module, mean.detach(), variance.detach() * count / (count - 1))
+        module.num_batches_tracked.add_(1)
+        momentum = 1.0 / module.num_batches_tracked if module.momentum is None else module.momentum
+        unbiased = variance.detach() * count / (count - 1)
+        for running, new in ((module.running_mean, mean.detach()), (module.running_var, unbiased)):
+            running.copy_(running + momentum * (new - running))
     output = centred * (variance + module.eps).rsqrt().view(shape)
     if module.weight is not None:
         output = output * module.weight.view(shape)
@@ -57,25 +61,18 @@ def _normalize(module: Any, given: Tensor) -> Tensor:
     return output.to(given.dtype)
 
 
-def _track(module: Any, mean: Tensor, variance: Tensor) -> None:
-    module.num_batches_tracked.add_(1)
-    momentum = 1.0 / module.num_batches_tracked if module.momentum is None else module.momentum
-    for running, new in ((module.running_mean, mean), (module.running_var, variance)):
-        running.copy_(running + momentum * (new - running))
-
-
 def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
     """The batch norms below ``root``; those whose class does more in its forward than normalize are noted."""
-    found: dict[int, nn.Module] = {}
+    norms: dict[int, nn.Module] = {}
     for name, module in named_submodules(root):
         if not is_batch_norm(module):
             continue
-        found[id(module)] = module
+        norms[id(module)] = module
         own = original_class(module)
         if own.forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
             given = f"sync_batchnorm=True with {name!r}, a {own.__name__}, whose forward does more than normalize"
             faults.add(given, fix="synchronize it in the module (timm: timm.layers.convert_sync_batchnorm), without it")
-    return list(found.values())
+    return list(norms.values())
 
 
 def apply(modules: list[nn.Module]) -> None:

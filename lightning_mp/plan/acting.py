@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.patterns import call_with_original_classes
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, has_tf32, set_tf32, tf32_refusal
 from lightning_mp.plan.plan import MixedPrecisionPlan
+from lightning_mp.plan.skip_aware import Override
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.policy.precision_policy import DTYPES_OF, PinsLike
 from lightning_mp.record.run_log import RunCallback
@@ -49,8 +51,9 @@ class ActingCallback(RunCallback):
         self._release(trainer)
         undo = self.apply(trainer, pl_module, Faults(name))
         if undo is not None:
-            restore = call_with_original_classes(pl_module, "configure_optimizers")
-            self._undo = lambda: (undo(), restore())
+            run = partial(call_with_original_classes, pl_module)
+            override = Override(pl_module, "configure_optimizers", run)
+            self._undo = lambda: (undo(), override.remove())
 
     def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
         undo, self._undo = self._undo, None

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat.lightning import rank_zero_info
 from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
 from lightning_mp.errors import Faults, PlanError
-from lightning_mp.modules import checkpointing, declared, first_step, fp8, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -81,7 +81,6 @@ class StepEngine(ABC):
         self._module: nn.Module | None = None
         #: which pin covers which module; known after ``check``
         self.pin_map = pins.PinMap((), ())
-        self._places: pins.Places | None = None
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
@@ -132,7 +131,7 @@ class StepEngine(ABC):
     def fp32_names(self) -> dict[str, list[str]]:
         """By half format, the names of weights that stay fp32 where the rest is cast to it: pinned, or declared."""
         assert self._module is not None
-        return declared.fp32_names(self._module, {one.module: one.pin.dtype for one in self.pin_map.members})
+        return pins.fp32_names(self._module, {one.module: one.pin.dtype for one in self.pin_map.members})
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
@@ -190,8 +189,6 @@ class StepEngine(ABC):
         self._next_check = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        if self._module is not None and self.pin_map.covered:
-            self._places = pins.Places(self._module, self.pin_map)
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -204,7 +201,7 @@ class StepEngine(ABC):
             self.scaler.within_run = False
         self._connected.close()
         self._module, self._loss = None, None
-        self.pin_map, self._places, self.recomputed = pins.PinMap((), ()), None, []
+        self.pin_map, self.recomputed = pins.PinMap((), ()), []
         self.optimizers, self.unchecked, self.pending = [], [], False
         self._parameters, self._trained = [], []
 
@@ -222,8 +219,8 @@ class StepEngine(ABC):
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
-        if self._places is not None:
-            self._places.refuse_changed()
+        if self._module is not None:
+            pins.refuse_replaced(self._module, self.pin_map)
         return self.first_step("training_step")
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:

@@ -35,7 +35,7 @@ from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe
 from lightning_mp.plan import alike, diagnosis, for_strategy, optimizer_facts
 from lightning_mp.plan.engine import NOTHING, StepEngine
 from lightning_mp.plan.run import PlanBase, Run, began, ended
-from lightning_mp.policy import PrecisionPolicy, load, presets
+from lightning_mp.policy import PrecisionPolicy, load, precision_policy
 from lightning_mp.policy.pieces import call
 from lightning_mp.policy.precision_policy import (
     CheckpointingLike,
@@ -117,7 +117,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     @classmethod
     def preset(cls, name: str) -> MixedPrecisionPlan:
         """A plan by name: fp32, tf32, bf16, fp16, bf16_true, fp16_true, longspec, or v100, t4, a100, h100, b200."""
-        return cls.from_policy(presets.preset(name))
+        return cls.from_policy(precision_policy.preset(name))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | int | PathLike[str]) -> MixedPrecisionPlan:

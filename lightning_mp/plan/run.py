@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import describe, diagnosis, for_strategy
 from lightning_mp.plan.engine import StepEngine
-from lightning_mp.plan.skip_aware import hold_on_skips, may_change_gradients
+from lightning_mp.plan.skip_aware import Override, hold_on_skips, may_change_gradients
 from lightning_mp.policy import PrecisionPolicy
 
 #: the keys under which stock Lightning's plugins keep a GradScaler's state
@@ -90,7 +91,8 @@ class Run:
             self.cleanup.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.cleanup.callback(call_with_original_classes(module, "configure_optimizers"))
+            run = partial(call_with_original_classes, module)
+            self.cleanup.callback(Override(module, "configure_optimizers", run).remove)
 
     def begin_steps(self, module: LightningModule) -> None:
         """In the first step: schedulers and weight averages will not move on a skipped one."""

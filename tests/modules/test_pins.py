@@ -1,8 +1,9 @@
-"""A pinned module runs in its pin's dtype and stays stored in it, whatever is around it."""
+"""Which pin covers which module; that it runs in its pin's dtype and stays stored in it, whatever is around it."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,167 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 import lightning_mp
+from lightning_mp.errors import PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.policy import Checkpointing, Pin
-from support.hf import VOCABULARY, llama, tokens
-from support.pinning import Ran, pin, stored
+from support.hf import llama, tokens
+from support.pinning import Declared, Ran, dtypes_by_name, pin, resolve, stored
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return x + self.mlp(self.norm(x))
+
+
+class Blocks(nn.Module):
+    """Two blocks in a list, a final norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm_f = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm_f(x))
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, {}),
+        ({"head": "bf16"}, {"head": "bf16"}),
+        ({"norm*": "fp32"}, {"blocks.0.norm": "fp32", "blocks.1.norm": "fp32", "norm_f": "fp32"}),
+        ({"LayerNorm": "fp32"}, {"blocks.0.norm": "fp32", "blocks.1.norm": "fp32", "norm_f": "fp32"}),
+        (
+            {"blocks.0": "fp32"},
+            {"blocks.0": "fp32", "blocks.0.norm": "fp32"}
+            | dict.fromkeys(("blocks.0.mlp", "blocks.0.mlp.0", "blocks.0.mlp.1"), "fp32"),
+        ),
+        ({"*.1.norm": "fp32", "norm": "bf16"}, {"blocks.0.norm": "bf16", "blocks.1.norm": "fp32"}),
+        (
+            {"norm": "fp32", "Block": "bf16"},
+            {
+                **{f"blocks.{k}.norm": "fp32" for k in (0, 1)},
+                **{f"blocks.{k}{rest}": "bf16" for k in (0, 1) for rest in ("", ".mlp", ".mlp.0", ".mlp.1")},
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_a_pin_covers_what_it_matches_and_what_is_below_and_the_first_wins(
+    spec: Declared, expected: dict[str, str]
+) -> None:
+    assert dtypes_by_name(Blocks(), spec) == expected
+
+
+def test_a_container_pinned_first_leaves_nothing_to_a_later_pin_below_it() -> None:
+    found = resolve(Blocks(), {"Block": "bf16", "norm": "fp32", "head": "fp32"})
+    assert found.shadowed == ("norm",)
+    assert {m.pin.dtype for m in found.members if m.name.endswith(".norm")} == {"bf16"}
+
+
+def test_all_patterns_that_match_nothing_are_told_together() -> None:
+    with pytest.raises(PlanError) as error:
+        resolve(Blocks(), {"haed": "fp32", "head": "fp32", "blcks.0": "bf16"})
+    problems = [fault.problem for fault in error.value.faults]
+    assert problems == [f"pin {name!r}, which matches no module" for name in ("haed", "blcks.0")]
+
+
+def test_the_word_norms_is_no_error_in_a_model_without_any() -> None:
+    found = resolve(nn.Sequential(nn.Linear(2, 2)), {"norms": "fp32"})
+    assert (found.members, found.shadowed) == ((), ())
+
+
+# ---------------------------------------------------------------------- shared modules and tied weights
+
+
+class Tied(nn.Module):
+    """As GPT-2: the head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"wte": nn.Embedding(8, 4), "ln": nn.LayerNorm(4)})
+        self.lm_head = nn.Linear(4, 8, bias=False)
+        self.lm_head.weight = self.body["wte"].weight
+
+    def forward(self, ids):  # type: ignore[no-untyped-def]
+        return self.lm_head(self.body["ln"](self.body["wte"](ids)))
+
+
+def test_contradicting_pins_on_a_tied_weight_are_a_fault_that_names_both_places() -> None:
+    with pytest.raises(PlanError) as error:
+        resolve(Tied(), {"lm_head": "bf16", "wte": "fp32"})
+    (fault,) = error.value.faults
+    assert "body.wte.weight pinned to fp32" in fault.problem
+    assert "lm_head.weight pinned to bf16" in fault.problem
+    assert "tied" in fault.problem
+    assert "untie" in fault.fix
+
+
+@pytest.mark.parametrize("spec", [{"lm_head": "bf16"}, {"wte": "bf16"}, {"wte": "bf16", "lm_head": "bf16"}], ids=str)
+def test_a_pin_on_one_owner_of_a_tied_weight_covers_the_other(spec: Declared) -> None:
+    assert dtypes_by_name(Tied(), spec) == {"body.wte": "bf16", "lm_head": "bf16"}
+
+
+class Shared(nn.Module):
+    """One module under two names."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.one = nn.Sequential(shared)
+        self.two = nn.Sequential(shared)
+
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize("name", ["one.0", "two.0"])
+def test_a_shared_module_may_be_pinned_under_either_of_its_names_and_is_listed_once(name: str) -> None:
+    members = resolve(Shared(nn.Linear(4, 4)), {name: "fp32"}).members
+    assert [member.pin.dtype for member in members] == ["fp32"]
+
+
+def test_a_weight_that_the_root_holds_too_cannot_be_pinned() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.weight = self.head.weight
+
+    with pytest.raises(PlanError, match=r"head\.weight, which is tied to the root module's own 'weight'"):
+        resolve(Root(), {"head": "fp32"})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize("pattern", ["0", "0.0"])
+def test_a_pin_that_covers_what_torch_jit_compiled_is_refused_by_its_name(pattern: str) -> None:
+    root = nn.Sequential(nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2)))))
+    with pytest.raises(PlanError) as error:
+        resolve(root, {pattern: "fp32"})
+    assert [fault.problem for fault in error.value.faults] == [f"pin {pattern!r} on '0.0', which torch.jit compiled"]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
+@pytest.mark.parametrize("pattern", ["0", "Lazy*", "norms", "net"])
+def test_a_pin_waits_for_the_parameters_that_a_first_batch_makes(pattern: str) -> None:
+    root = nn.ModuleDict({"net": nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())})
+    with pytest.raises(PlanError, match=r"parameters do not exist yet. Run one batch through it first"):
+        resolve(root, {pattern: "fp32"})
+    root["net"](torch.ones(2, 3))
+    assert resolve(root, {pattern.replace("Lazy", ""): "fp32"}).members
+
+
+# ---------------------------------------------------------------------- inside
 
 
 class Probe(nn.Linear):
@@ -46,9 +202,6 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 def autocast(dtype: torch.dtype = BF16) -> torch.autocast:
     return torch.autocast("cpu", dtype, cache_enabled=False)
-
-
-# ---------------------------------------------------------------------- inside
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -247,17 +400,10 @@ def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
     assert (out["x"].dtype, out["ids"].dtype) == (FP32, torch.bool)
 
 
-# ---------------------------------------------------------------------- modules with ways of their own
-
-
 # ---------------------------------------------------------------------- moves
 
 MOVES: dict[str, Callable[[nn.Module], object]] = {
-    "half": lambda m: m.half(),
-    "bfloat16": lambda m: m.bfloat16(),
-    "double": lambda m: m.double(),
     "to(dtype)": lambda m: m.to(FP16),
-    "to(device, dtype)": lambda m: m.to("cpu", BF16),
     "to(tensor)": lambda m: m.to(torch.zeros(1, dtype=FP16)),
     "there and back": lambda m: m.half().bfloat16().double().float(),
     "type": lambda m: m.type(FP16),
@@ -292,7 +438,9 @@ def test_names_classes_parameters_and_representation_stay() -> None:
     plain = Net()
     names, texts = list(plain.state_dict()), (repr(plain), type(plain.head).__name__, type(plain.head).__module__)
     parameters = {name: id(parameter) for name, parameter in plain.named_parameters()}
+    signature = inspect.signature(plain.head.forward)
     root = pin(plain, {"*": "bf16"})
+    assert inspect.signature(root.head.forward) == signature, "transformers' generate looks at it"
     assert list(root.state_dict()) == names
     assert (repr(root), type(root.head).__name__, type(root.head).__module__) == texts
     assert isinstance(root.head, Probe)
@@ -322,26 +470,6 @@ def test_unpin_gives_the_plain_classes_back() -> None:
 
 # ---------------------------------------------------------------------- models of transformers
 
-COMPUTE = {"bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "bf16", "16-true": "fp16"}
-TORCH = {"bf16": BF16, "fp16": FP16}
-
-
-def test_a_whole_model_pinned_under_a_module_generates_as_before() -> None:
-    """transformers looks at the arguments that ``forward`` names."""
-
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = llama().eval()
-
-    wrapped = Wrapped()
-    prompt: dict[str, Any] = {"input_ids": tokens(1), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
-    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    before = wrapped.model.generate(**prompt, **settings)
-    pin(wrapped, {"model": "fp32"})
-    assert torch.equal(wrapped.model.generate(**prompt, **settings), before)
-    assert wrapped.model(input_ids=tokens(1)).logits.shape[-1] == VOCABULARY
-
 
 @pytest.mark.parametrize(
     ("mode", "spec"),
@@ -360,7 +488,7 @@ def test_a_left_padded_batch_trains_with_half_pins_in_eager_attention(mode: str,
     pin(model, spec, mode=mode)
     mask = torch.ones_like(tokens())
     mask[0, :3] = 0
-    with torch.autocast("cpu", TORCH[COMPUTE[mode]]):
+    with autocast(FP16 if mode == "16-mixed" else BF16):
         loss = model(input_ids=tokens(), attention_mask=mask, labels=tokens()).loss
     loss.backward()
     assert loss.isfinite()
