@@ -17,8 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_mp.policy import FP8, PRECISIONS, Checkpointing, NonFinite, Pin, PrecisionPolicy
 from lightning_mp.policy.pieces import STORAGE_DTYPES, LossScaling
-from lightning_mp.policy.precision_policy import TF32_SETTINGS
-from lightning_mp.policy.presets import PRESETS
+from lightning_mp.policy.precision_policy import PRESETS, TF32_SETTINGS
 from lightning_mp.strategies.registry import PREFIX, STRATEGIES, trainer_arguments
 
 FOLDER = Path(str(files("lightning_mp.configs"))) / "schema"

@@ -44,8 +44,7 @@ from lightning_mp.numerics.rng import process_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import BARE, loss_of
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
-from lightning_mp.policy.precision_policy import precision_fix
-from lightning_mp.policy.presets import PRESETS, preset
+from lightning_mp.policy.precision_policy import PRESETS, precision_fix, preset
 from lightning_mp.record.run_log import machine, versions
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.strategies.registry import trainer_arguments

@@ -57,10 +57,7 @@ class Choice:
 
 
 def refusal(device: Device, precision: str, *, emulate: bool = False) -> tuple[str, str, str] | None:
-    """Why ``device`` cannot run ``precision`` as (given, allowed, fix), or ``None`` if it can.
-
-    ``emulate``: FP8 products are computed in fp32.
-    """
+    """Why ``device`` cannot run ``precision`` as (given, allowed, fix), or ``None`` if it can; FP8 perhaps emulated."""
     given = f"precision={precision!r} on {device.name} ({device.type})"
     if device.type not in SUPPORTED_DEVICES:
         return given, f"devices of type {', '.join(SUPPORTED_DEVICES)}", "set Trainer(accelerator='cpu') or 'gpu'"

@@ -39,10 +39,7 @@ def _value(value: Any) -> str:
 
 
 def storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, ...] = ()) -> str:
-    """The short name of a format to store weights in, from any spelling of it (``"bfloat16"``, ``torch.bfloat16``, …).
-
-    Anything else is noted in ``faults`` as ``what``; ``others`` are further words allowed there.
-    """
+    """The short name of a format to store weights in (``torch.bfloat16``: ``bf16``), or of ``others``; else a fault."""
     text = str(value).lower().removeprefix("torch.")
     name, allowed = DTYPES.get(text), STORAGE_DTYPES + others
     if name in STORAGE_DTYPES:
@@ -64,6 +61,10 @@ def normalise(instance: object, **values: object) -> None:
 def _checked(default: Any, allowed: str, holds: Callable[[Any], bool]) -> Any:
     """A field whose values are in a range: whether one is, and how a message says what is allowed."""
     return field(default=default, metadata={"allowed": allowed, "holds": holds})
+
+
+def _number(default: float, allowed: str, holds: Callable[[float], bool]) -> Any:
+    return _checked(default, allowed, lambda value: is_number(value) and holds(value))
 
 
 def _whole(default: int, least: int) -> Any:
@@ -119,11 +120,8 @@ class _Piece:
         texts = tuple(each.__name__ if isinstance(each, type) else each for each in items)
         selects = item.name == "modules"
         if not all(isinstance(text, str) and text for text in texts) or (selects and not texts):
-            faults.add(
-                f"{item.name}={value!r}",
-                allowed=item.metadata["several"],
-                fix=f"write {item.name}={item.metadata['example']}",
-            )
+            fix = f"write {item.name}={item.metadata['example']}"
+            faults.add(f"{item.name}={value!r}", allowed=item.metadata["several"], fix=fix)
         normalise(self, **{item.name: texts[0] if selects and len(texts) == 1 else texts})
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
@@ -317,24 +315,18 @@ class LossScaling(_Piece):
         PlanError: a value out of its range; every such value is named.
     """
 
-    init_scale: float = _checked(
-        TORCH_INIT_SCALE,
-        "a finite number > 0 that fp32 can hold",
-        lambda value: is_number(value) and 2.0**-149 <= value <= FP32_MAX,
+    init_scale: float = _number(
+        TORCH_INIT_SCALE, "a finite number > 0 that fp32 can hold", lambda value: 2.0**-149 <= value <= FP32_MAX
     )
-    growth_factor: float = _checked(2.0, "a finite number > 1", lambda value: is_number(value) and value > 1)
-    backoff_factor: float = _checked(
-        0.5, "a number between 0 and 1, both left out", lambda value: is_number(value) and 0 < value < 1
-    )
+    growth_factor: float = _number(2.0, "a finite number > 1", lambda value: value > 1)
+    backoff_factor: float = _number(0.5, "a number between 0 and 1, both left out", lambda value: 0 < value < 1)
     growth_interval: int = _whole(TORCH_GROWTH_INTERVAL, least=1)
     growth_delay: int = _whole(0, least=0)
     hysteresis: int = _whole(1, least=1)
     consecutive_hysteresis: bool = False
-    min_scale: float = _checked(1.0, "a finite number >= 0", lambda value: is_number(value) and value >= 0)
+    min_scale: float = _number(1.0, "a finite number >= 0", lambda value: value >= 0)
     max_scale: float | None = _checked(
-        None,
-        "None or a number > 0",
-        lambda value: value is None or value == math.inf or (is_number(value) and value > 0),
+        None, "None or a number > 0", lambda value: value in (None, math.inf) or (is_number(value) and value > 0)
     )
     at_min: Literal["hold", "raise"] = "hold"
     dynamic: bool = True
@@ -390,10 +382,8 @@ class LossScaling(_Piece):
         with Faults("LossScaling.deepspeed") as faults:
             if loss_scale != 0 or isinstance(loss_scale, bool):
                 faults.add(f"loss_scale={loss_scale!r}", allowed="0 (dynamic) or a number > 0 (static)", fix="write 0")
-            if not is_number(initial_scale_power) or not -126 <= initial_scale_power <= 127:
-                faults.add(
-                    f"initial_scale_power={initial_scale_power!r}", allowed="a number from -126 to 127", fix="write 16"
-                )
+            if not is_number(power := initial_scale_power) or not -126 <= power <= 127:
+                faults.add(f"initial_scale_power={power!r}", allowed="a number from -126 to 127", fix="write 16")
         return cls(
             init_scale=2.0**initial_scale_power,
             growth_interval=loss_scale_window,

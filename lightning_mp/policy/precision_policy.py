@@ -52,21 +52,21 @@ def precision_word(value: object) -> str | None:
     ``None`` where it means none. A format alone means what it means to Lightning's Trainer: ``16`` and ``"bf16"`` the
     mixed modes, ``32`` the true one (``lightning.fabric.connector._convert_precision_to_unified_args``).
     """
-    text = str(value).strip().lower().replace("_", "-").removeprefix("torch.")
-    name, _, kind = text.partition("-")
+    name, _, kind = _plain(value).partition("-")
     form = DTYPES.get(name, name)
     form = _BEGINNINGS.get(form, form)
     word = f"{form}-{kind}" if kind else _ALONE.get(form, form)
     return word if word in PRECISIONS else None
 
 
-def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[str] = ()) -> str:
-    """What to write instead of ``value``, which is no precision; bf16 is offered to nobody who wrote fp16.
+def _plain(value: object) -> str:
+    return str(value).strip().lower().replace("_", "-").removeprefix("torch.")
 
-    ``presets`` are told by their call, ``others`` are names that may be written as well.
-    """
-    text = str(value).strip().lower().replace("_", "-").removeprefix("torch.")
-    if text in {name.replace("_", "-") for name in presets}:
+
+def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[str] = ()) -> str:
+    """What to write instead of ``value``: a preset's call, or a near word; bf16 is offered to nobody who wrote fp16."""
+    text = _plain(value)
+    if text in map(_plain, presets):
         return f"MixedPrecisionPlan.preset({text.replace('-', '_')!r}) is the plan of that name"
     if "64" in text or "double" in text:
         return "double precision is not offered: write '32-true', or use Trainer(precision='64-true') without a plan"
@@ -139,10 +139,8 @@ class PrecisionPolicy:
         if value is None:
             return cast("Any", kind)() if self.precision in precisions and self.precision != "auto" else None
         if self.precision in PRECISIONS and self.precision not in precisions:
-            fix = f"remove {name}, or choose {precisions[0]!r}"
-            faults.add(
-                f"{name} with precision={self.precision!r}", allowed=f"{name} with {', '.join(precisions)}", fix=fix
-            )
+            given, fix = f"{name} with precision={self.precision!r}", f"remove {name}, or choose {precisions[0]!r}"
+            faults.add(given, allowed=f"{name} with {', '.join(precisions)}", fix=fix)
         return _piece(kind, value, name, faults, word)
 
     def __repr__(self) -> str:
@@ -153,8 +151,8 @@ class PrecisionPolicy:
         default = PrecisionPolicy(precision=self.precision)
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in values.items() if value != getattr(default, name)}
-        plain = {pin.pattern: pin.dtype for pin in self.pins if pin == Pin(pin.pattern, pin.dtype)}
         if self.pins:
+            plain = {pin.pattern: pin.dtype for pin in self.pins if pin == Pin(pin.pattern, pin.dtype)}
             given["pins"] = plain if len(plain) == len(self.pins) else list(self.pins)
         return {"precision": self.precision, **given}
 
@@ -195,9 +193,8 @@ def _known(kind: type[Any], values: Mapping[str, Any], prefix: str, faults: Faul
     """Of ``values`` those of a field of the dataclass; every other key is refused with the nearest field."""
     names = [item.name for item in fields(kind)]
     for key in [key for key in values if key not in names]:
-        faults.add(
-            f"unknown key {prefix}{key}", allowed=", ".join(names), fix=did_you_mean(str(key), names, "remove it")
-        )
+        fix = did_you_mean(str(key), names, "remove it")
+        faults.add(f"unknown key {prefix}{key}", allowed=", ".join(names), fix=fix)
     return {key: value for key, value in values.items() if key in names}
 
 
@@ -207,7 +204,7 @@ def _built(kind: type[_Kind], known: dict[str, Any], faults: Faults) -> _Kind | 
         return kind(**known)
     except PlanError as error:
         faults.extend(error.faults)
-    return None
+        return None
 
 
 def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: str = "") -> _Piece | None:
@@ -231,38 +228,64 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: s
 def _precision(value: object, faults: Faults) -> str:
     word = precision_word(value)
     if word is None:
-        from lightning_mp.policy.presets import PRESETS  # here: they are made of policies
-
         faults.add(f"precision={value!r}", allowed=", ".join(PRECISIONS), fix=precision_fix(value, PRESETS))
     return word or str(value)
 
 
 def _pins(value: object, faults: Faults) -> tuple[Pin, ...]:
+    entries: list[Any] = []
     if isinstance(value, Mapping):
-        entries = [
-            replace(spec, pattern=pattern)
-            if isinstance(spec, Pin)
-            else {"pattern": pattern, **(spec if isinstance(spec, Mapping) else {"dtype": spec})}
-            for pattern, spec in cast("Mapping[Any, Any]", value).items()
-        ]
-    elif value is None:
-        entries = []
+        for pattern, spec in cast("Mapping[Any, Any]", value).items():
+            fields_of = spec if isinstance(spec, Mapping) else {"dtype": spec}
+            entry = {"pattern": pattern, **cast("Mapping[str, Any]", fields_of)}
+            entries.append(replace(spec, pattern=pattern) if isinstance(spec, Pin) else entry)
     elif isinstance(value, Iterable) and not isinstance(value, str):
         entries = list(cast("Iterable[Any]", value))
-    else:
-        faults.add(
-            f"pins={value!r}", allowed="a mapping of pattern to dtype, or Pins", fix="write pins={'*norm*': 'fp32'}"
-        )
-        return ()
+    elif value is not None:
+        allowed = "a mapping of pattern to dtype, or Pins"
+        faults.add(f"pins={value!r}", allowed=allowed, fix="write pins={'*norm*': 'fp32'}")
     pins = [_piece(Pin, entry, "pins", faults) for entry in entries]
     return tuple(pin for pin in pins if pin is not None)
 
 
 def _tf32(value: object, faults: Faults) -> str | None:
-    if value is None or value in TF32_SETTINGS:
-        return cast("str | None", value)
     if isinstance(value, bool):
         return "high" if value else "highest"
-    allowed = ", ".join(map(repr, (None, True, False, *TF32_SETTINGS)))
-    faults.add(f"tf32={value!r}", allowed=allowed, fix="write 'high' to turn TF32 on")
-    return None
+    if value is not None and value not in TF32_SETTINGS:
+        allowed = ", ".join(map(repr, (None, True, False, *TF32_SETTINGS)))
+        faults.add(f"tf32={value!r}", allowed=allowed, fix="write 'high' to turn TF32 on")
+        return None
+    return cast("str | None", value)
+
+
+# ------------------------------------------------------------------ named policies
+
+#: the modes by their everyday names, the one that suits each common GPU, and known recipes
+PRESETS: Mapping[str, dict[str, Any]] = {
+    "fp32": {"precision": "32-true"},
+    "tf32": {"precision": "32-true", "tf32": "high"},
+    "bf16": {"precision": "bf16-mixed"},
+    "fp16": {"precision": "16-mixed"},
+    "bf16_true": {"precision": "bf16-true"},
+    "fp16_true": {"precision": "16-true"},
+    "v100": {"precision": "16-mixed"},
+    "t4": {"precision": "16-mixed"},
+    "a100": {"precision": "bf16-mixed", "tf32": "high"},
+    "h100": {"precision": "bf16-mixed", "tf32": "high"},
+    "b200": {"precision": "bf16-mixed", "tf32": "high"},
+    # LongSpec's: TF32, fp16 with the loss scale of DeepSpeed's own defaults, and norms in fp32
+    "longspec": {
+        "precision": "16-mixed",
+        "loss_scaling": LossScaling.deepspeed(),
+        "pins": {"*norm*": "fp32"},
+        "tf32": "high",
+    },
+}
+
+
+def preset(name: str) -> PrecisionPolicy:
+    """The policy called ``name``; PlanError where none is."""
+    with Faults() as faults:
+        if name not in PRESETS:
+            faults.unknown("preset", name, PRESETS, "choose one of these")
+    return PrecisionPolicy(**PRESETS[name])

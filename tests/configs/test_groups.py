@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_mp.configs
 from lightning_mp import MixedPrecisionPlan, make_strategy
-from lightning_mp.policy.presets import PRESETS, preset
+from lightning_mp.policy.precision_policy import PRESETS, preset
 from lightning_mp.strategies.registry import STRATEGIES
 
 CONFIGS = Path(lightning_mp.configs.__file__).parent

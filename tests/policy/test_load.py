@@ -41,9 +41,7 @@ FORMS: dict[str, Callable[[Path, Any], Any]] = {
 def test_every_form_is_the_same_plain_mapping(form: Callable[[Path, Any], Any], tmp_path: Path) -> None:
     found = plain_mapping(form(tmp_path, CONFIG))
     assert found == CONFIG
-    assert type(found) is dict
-    assert type(found["pins"]) is list
-    assert type(found["pins"][0]) is dict
+    assert (type(found), type(found["pins"]), type(found["pins"][0])) == (dict, list, dict)
 
 
 # ---------------------------------------------------------------------- against Hydra
@@ -59,21 +57,14 @@ HYDRA: dict[str, dict[str, Any]] = {
     },
     "convert": {"_convert_": "all", "precision": "bf16-true", "pins": {"*norm*": "fp32"}},
     "recursive": {"_recursive_": True, "precision": "bf16-true"},
-    "static": {
-        "precision": "16-mixed",
-        "loss_scaling": {"_target_": "lightning_mp.LossScaling.static", "scale": 128.0},
-    },
-    "deepspeed": {
-        "precision": "16-mixed",
-        "loss_scaling": {"_target_": "lightning_mp.LossScaling.deepspeed", "initial_scale_power": 12},
-    },
-    "megatron": {
-        "precision": "16-mixed",
-        "loss_scaling": {"_target_": "lightning_mp.LossScaling.megatron", "min_scale": 2.0},
-    },
-    "torch": {
-        "precision": "16-mixed",
-        "loss_scaling": {"_target_": "lightning_mp.LossScaling.torch", "growth_interval": 100},
+    **{
+        name: {"precision": "16-mixed", "loss_scaling": {"_target_": f"lightning_mp.LossScaling.{name}", **given}}
+        for name, given in (
+            ("static", {"scale": 128.0}),
+            ("deepspeed", {"initial_scale_power": 12}),
+            ("megatron", {"min_scale": 2.0}),
+            ("torch", {"growth_interval": 100}),
+        )
     },
 }
 
@@ -115,12 +106,10 @@ def test_a_misspelt_word_is_answered_with_the_near_ones() -> None:
         MixedPrecisionPlan.from_config("fp-16")
 
 
-@pytest.mark.parametrize("content", ["- a\n- b\n", "just text\n", "3\n"], ids=["list", "text", "number"])
-def test_a_file_that_holds_no_plan_is_refused_by_name(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text(content)
+@pytest.mark.parametrize("content", [["a", "b"], "just text", 3], ids=str)
+def test_a_file_that_holds_no_plan_is_refused_by_name(content: Any, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"plan\.yaml"):
-        MixedPrecisionPlan.from_config(path)
+        MixedPrecisionPlan.from_config(as_yaml(tmp_path, content))
 
 
 PLACED = """\
