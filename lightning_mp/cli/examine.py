@@ -49,7 +49,7 @@ def doctor(
     if as_json:
         typer.echo(to_json(findings))
     else:
-        from lightning_mp.preflight.checks import CHECKS
+        from lightning_mp.preflight.doctor import CHECKS
 
         show(findings, console(), len(CHECKS))
     raise typer.Exit(exit_status(findings))

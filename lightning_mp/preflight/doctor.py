@@ -1,21 +1,333 @@
-"""``doctor``: what will go wrong in a run, found before its first step."""
+"""``doctor``: what will go wrong in a run, found before its first step, by checks of the model and of its training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from inspect import getsource
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, is_overridden, parsed_optimizers
+from lightning_mp.compat.transformers import conv1d
+from lightning_mp.deepspeed.merge import add_trainer
+from lightning_mp.errors import Fault, Faults, PlanError, counted, pinning
+from lightning_mp.modules.patterns import original_class
+from lightning_mp.numerics.dtypes import dtype_name, to_torch
+from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
+from lightning_mp.plan import for_strategy
+from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.side_run import untouched
 from lightning_mp.policy.hardware import Device
-from lightning_mp.preflight.checks import CHECKS
-from lightning_mp.preflight.fit_checks import case_of, made
+from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
+from lightning_mp.preflight.fit_checks import CHEAP, HALF, ModelUnderTest, case_of, listed, made
 from lightning_mp.record.events import SEVERITIES
 from lightning_mp.record.findings import Finding
 
-__all__ = ["doctor"]
+#: bits of the significand, the hidden one included
+_BITS = {"bf16": 8, "fp16": 11}
+#: 16 bytes, of what the product runs in: NVIDIA's "Deep Learning Performance Guide", matrix multiplication,
+#: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (table 1)
+_MULTIPLES = {"fp16": 8, "bf16": 8, "fp8": 16}
+#: below this part of the weights that are multiplied, odd sizes (a head with 10 classes) cost nothing worth naming
+_SHARE = 0.1
+#: a table as small as this holds segments or classes, no vocabulary
+_SMALL_TABLE = 32
+_EPSILONS = ("eps", "variance_epsilon", "epsilon")
+FP16_MAX = 65504.0
+#: Under it a gradient of 1/256 still fits into fp16: a mean over 256 numbers has such a one at the loss.
+HIGH_SCALE = 2.0**24
+#: Above it not even fp16's smallest number, 2**-24, fits once scaled: whatever is not 0 overflows.
+HOPELESS_SCALE = FP16_MAX * 2.0**24
+
+
+# ---------------------------------------------------------------------- modes and weights
+
+
+def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
+    """Trained weights that are in half precision alone, as loaded or by the mode; a pin says that it is meant."""
+    stored = {name: case.stored(one) for name, one in case.trained.items() if id(one) not in case.pinned}
+    half = [name for name, dtype in stored.items() if dtype in HALF]
+    load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
+    if half:
+        dtype, mixed = stored[half[0]], case.precision.replace("true", "mixed")
+        fix = load if case.storage is None else f"use '{mixed}', which keeps fp32 weights"
+        what = f"{counted(len(half), 'trained weight')} in {dtype} alone under {case.precision}: {listed(half)}"
+        lost = f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight"
+        why = f"there are no fp32 master weights; {lost} is lost"
+        yield Finding("no_fp32_masters", "warning", what, why, fix, half[0])
+    rounded = [
+        name for name, one in case.trained.items() if dtype_name(one.dtype) in HALF and stored.get(name) == "fp32"
+    ]
+    if rounded and case.policy is not None:
+        what = f"{counted(len(rounded), 'trained weight')} loaded in half precision: {listed(rounded)}"
+        why = "the plan makes fp32 master weights from them, at twice the memory; they stay rounded"
+        yield Finding("no_fp32_masters", "info", what, why, load, rounded[0])
+    fp16 = [name for name, one in case.trained.items() if one.dtype == torch.float16]
+    sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
+    planned = case.policy is not None
+    if fp16 and case.precision == "16-mixed" and (planned or not sharded):
+        what = f"{counted(len(fp16), 'trained weight')} in fp16 under a loss scale: {listed(fp16)}"
+        why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step; a plan stores them in fp32"
+        severity = "info" if planned else "error"
+        yield Finding("fp16_params_under_scaler", severity, what, why, f"{load}, or use a plan", fp16[0])
+
+
+# ---------------------------------------------------------------------- the device, and what the run refuses
+
+
+def refused(case: ModelUnderTest) -> Iterator[Finding]:
+    """What the device does not do, or a plan refuses of the model before its first step."""
+    policy, device, wrong, others = case.policy, case.device, Faults(), Faults()
+    if policy is not None:
+        for_strategy.check_device(policy, device, wrong)
+    bf16_pins = [] if policy is None else [pin.pattern for pin in policy.pins if pin.dtype == "bf16"]
+    if device.bf16 != "native" and (case.compute == "bf16" or bf16_pins):
+        severity = "error" if wrong.found or device.bf16 == "none" else "warning"
+        why = "the run is refused" if severity == "error" else "results are correct, but no faster than in fp32"
+        instead = "'16-mixed', with loss scaling" if device.fp16 and device.type != "cpu" else "'32-true'"
+        pinned = f" with bf16 pins on {listed(bf16_pins)}" if bf16_pins else ""
+        says = "has no bf16" if device.bf16 == "none" else "computes bf16 in fp32 and rounds"
+        what = f"{device.name} {says}, under {case.precision}{pinned}"
+        if severity == "error" or device.type != "cpu":  # on a CPU one checks, and does not wait for speed
+            yield Finding("bf16_emulated", severity, what, why, f"use {instead} on this device, or precision='auto'")
+    elif device.type != "cuda" or device.capability is not None:
+        others.extend(wrong.found)
+    if policy is None:
+        return
+    here = torch.device(device.type if device.type == "cpu" else "meta")
+    engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
+    if not any(is_overridden(name, case.model, LightningModule) for name in ("configure_model", "setup")):
+        engine.check(case.model, others)  # else modules may be missing that a pattern names
+    for fault in others.found:
+        why = f"the run is refused before its first step{': it takes ' * bool(fault.allowed)}{fault.allowed}"
+        said, _, names = fault.problem.partition(": ")
+        tied = said == "contradicting pins on tied weights"
+        name = "tied_weights_conflicting_pins" if tied else "precision_refused"
+        yield Finding(name, "error", fault.problem, why, fault.fix, names.partition(" ")[0] if tied else None)
+
+
+def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
+    """fp32 products on a device with TF32, where TF32 is neither allowed nor ruled out."""
+    callbacks: Any = case.trainer.get("callbacks") or ()
+    callbacks = callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,)
+    decided = case.policy is not None and case.policy.tf32 is not None
+    decided = decided or any(type(callback).__name__ == "EnableTF32" for callback in callbacks)
+    if not case.device.tf32 or decided or torch.get_float32_matmul_precision() != "highest":
+        return
+    kinds = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *conv1d())
+    multiply = ((name, module) for name, module in case.modules if isinstance(module, kinds))
+    found = [name for name, module in multiply if (case.pinned.get(id(module)) or case.compute) == "fp32"]
+    if found:
+        what = f"products in IEEE fp32 in {counted(len(found), 'module')} on {case.device.name}: {listed(found)}"
+        why = "its tensor cores take fp32 products in TF32 (10 bits of mantissa, fp32's range), several times faster"
+        high = "set MixedPrecisionPlan(tf32='high')" if case.policy is not None else "add EnableTF32()"
+        fix = f"{high}, or torch.set_float32_matmul_precision('high'); 'highest' says that IEEE fp32 is intended"
+        yield Finding("tf32_off", "info", what, why, fix, found[0])
+
+
+def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
+    """Linear layers, and a vocabulary, whose sizes are not multiples of a tensor core's tile."""
+    fp8 = None if case.policy is None else case.policy.fp8
+    compute = case.compute if fp8 is None else "fp8"
+    multiples = _MULTIPLES if fp8 is None else {**_MULTIPLES, "fp8": fp8.multiple}
+    multiple = multiples.get(compute, 1)
+    odd: dict[str, tuple[int, ...]] = {}
+    for name, module in case.modules:
+        if isinstance(module, (nn.Linear, *conv1d())):  # (in, out)
+            weight = tuple(cast("Any", module).weight.shape)
+            sizes = (module.in_features, module.out_features) if isinstance(module, nn.Linear) else weight
+            step = multiples.get(case.pinned.get(id(module)) or compute, 1)
+            if any(size % step for size in sizes):
+                multiple, odd[name] = max(multiple, step), sizes
+    tables = {module.num_embeddings for _, module in case.modules if isinstance(module, nn.Embedding)}
+    outputs = [out for _, out in odd.values() if out in tables and out > _SMALL_TABLE and out % multiple]
+    weights = sum(inputs * out for inputs, out in odd.values())
+    if not odd or (not outputs and weights < _SHARE * sum(one.numel() for one in case.parameters.values())):
+        return
+    shapes = listed([f"{name or 'the model itself'} ({' x '.join(map(str, sizes))})" for name, sizes in odd.items()])
+    what, fix = f"sizes that are not multiples of {multiple}: {shapes}", f"round sizes up to multiples of {multiple}"
+    if outputs:
+        to = -(-outputs[-1] // multiple) * multiple
+        what += f"; among them the vocabulary, {outputs[-1]}"
+        fix = f"pad the vocabulary to {to}: model.resize_token_embeddings({to}), or vocab_size={to}; else {fix}"
+    why = f"tensor cores multiply {compute} in tiles of 16 bytes; other sizes are padded or use slower kernels"
+    yield Finding("dims_not_aligned", "info", what, why, fix, next(iter(odd)))
+
+
+# ---------------------------------------------------------------------- norms
+
+
+def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
+    """Norms whose weights are, and sums would be, in half precision, and epsilons of theirs that are 0 there."""
+    norms: dict[str, tuple[nn.Module, str]] = {}
+    for name, module in case.modules:
+        kind = original_class(module)
+        if "norm" in kind.__name__.lower() and next(module.children(), None) is None:
+            first, pin = next(iter(module.parameters(recurse=False)), None), case.pinned.get(id(module))
+            stored = pin or case.storage or ("fp32" if first is None else case.stored(first))
+            if stored in HALF and not _casts_itself(kind):  # with fp32 weights torch's kernels sum in fp32
+                norms[name] = module, stored
+    if not norms:
+        return
+    kinds = list(dict.fromkeys(original_class(module).__name__ for module, _ in norms.values()))
+    first_name, (_, first_dtype) = next(iter(norms.items()))
+    fix = f"pin them: {pinning(kinds, under_plan=case.policy is not None)}"
+    why = "the mode, or a pin, has them there: sums lose bits, and in fp16 squares above 65504 are infinite"
+    what = f"{counted(len(norms), 'norm')} ({', '.join(kinds)}) in {first_dtype}: {listed(norms)}"
+    yield Finding("norm_in_half", "warning", what, why, fix, first_name)
+    given = [(name, getattr(module, eps, None), dtype) for name, (module, dtype) in norms.items() for eps in _EPSILONS]
+    small = {name: eps for name, eps, dtype in given if isinstance(eps, float) and _vanishes(eps, dtype)}
+    if small:
+        what = f"eps={min(small.values())!r} is 0 in fp16, in {counted(len(small), 'norm')}: {listed(small)}"
+        why = "for equal inputs (padding) the variance is 0: the output divides by 0, or its gradient exceeds 65504"
+        yield Finding("eps_underflows", "warning", what, why, f"set eps=1e-5, or {fix}", next(iter(small)))
+
+
+def _vanishes(eps: float, dtype: str) -> bool:
+    return eps > 0 and torch.tensor(eps, dtype=to_torch(dtype)).item() == 0
+
+
+def _casts_itself(kind: type[nn.Module]) -> bool:
+    """Whether a norm of someone's own, as transformers' RMS norms, casts what it sums over to fp32."""
+    if kind.forward.__module__.startswith("torch.nn."):
+        return False
+    try:
+        return ".float()" in (source := getsource(kind.forward)) or "float32" in source
+    except (OSError, TypeError):  # no source: compiled, or written in a shell
+        return True
+
+
+# ---------------------------------------------------------------------- the loss scale
+
+
+def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
+    """An initial scale that nearly every gradient overflows at: each halving costs a step."""
+    rule = case.scaling
+    if rule is None or rule.init_scale <= HIGH_SCALE:
+        return
+    # the first backoff takes ``hysteresis`` overflows
+    backoffs = math.ceil(math.log(TORCH_INIT_SCALE / rule.init_scale, rule.backoff_factor) - 1e-9)
+    steps = f"about {backoffs - 1 + rule.hysteresis} steps are skipped until the scale is down to 65536"
+    if rule.floor > HIGH_SCALE:
+        steps = f"and the scale never falls below {rule.floor:g}: such steps are skipped forever"
+    why = f"a gradient of {FP16_MAX / rule.init_scale:.1g} overflows fp16 once scaled; {steps}"
+    severity = "error" if rule.floor > HOPELESS_SCALE else "warning"
+    what, fix = f"the loss scale starts at {rule.init_scale:g}", f"use {_starting(case, TORCH_INIT_SCALE)}"
+    yield Finding("scale_overflows_at_once", severity, what, why, fix, "loss_scaling.init_scale")
+
+
+def _starting(case: ModelUnderTest, scale: float) -> str:
+    """How the loss scale starts at ``scale``, with a floor that lets it."""
+    if case.policy is None:
+        return f"the plugin MixedPrecision('16-mixed', device, torch.amp.GradScaler(device, init_scale={scale!r}))"
+    return f"a dynamic scale, LossScaling(init_scale={scale!r}, min_scale={min(1.0, scale)!r})"
+
+
+def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
+    """Scaled gradients whose sum over micro-batches, the scaled mean, leaves the format it is stored in."""
+    rule, parts = case.scaling, int(case.trainer.get("accumulate_grad_batches") or 1)
+    half = any(case.stored(parameter) == "fp16" for parameter in case.trained.values())
+    dtype, limit = ("fp16", FP16_MAX) if half else ("fp32", FP32_MAX)
+    if rule is None or parts <= 1 or rule.init_scale < limit:
+        return
+    what = f"{parts} micro-batches are summed in {dtype} at a loss scale of {rule.init_scale:g}"
+    overflows = f"the sum overflows where a gradient is {limit / rule.init_scale:.3g} or more"
+    why = f"{dtype} ends at {limit:g}: {overflows}, although that of each micro-batch fits"
+    # the power of 2 that leaves a factor of 16 below the limit
+    scale = 2.0 ** (math.floor(math.log2(limit / parts)) - 4)
+    fix = f"use {_starting(case, scale)}{', or 16-mixed, whose gradients are fp32' * half}"
+    yield Finding("accumulation_overflows", "warning", what, why, fix, "accumulate_grad_batches")
+
+
+# ---------------------------------------------------------------------- optimizers and schedules
+
+
+def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
+    """An ``eps`` that is 0 with fp16 state; fused kernels compute in fp32."""
+    if not any(case.stored(parameter) == "fp16" for parameter in case.trained.values()):
+        return
+    for optimizer in _configured(case)[0]:
+        groups = [group for group in optimizer.param_groups if not group.get("fused")]
+        given = [g.get("eps") for g in groups if any(case.stored(parameter) == "fp16" for parameter in g["params"])]
+        eps = [value for value in given if isinstance(value, float) and _vanishes(value, "fp16")]
+        if eps:
+            name = type(optimizer).__name__
+            what = f"{name}(eps={min(eps)!r}) with weights and state in fp16, where that is 0"
+            why = "wherever a gradient is 0, or its square is, the first step divides by 0: weights become NaN"
+            fix = f"set {name}(eps=1e-4) or fused=True, or store weights in fp32 with '16-mixed'"
+            yield Finding("eps_underflows", "error", what, why, fix, "configure_optimizers")
+
+
+def schedule_counts_skips(case: ModelUnderTest) -> Iterator[Finding]:
+    """A schedule that goes on at steps that a stock loss scaler skips; a plan holds it."""
+    if case.scaling is None or case.policy is not None:
+        return
+    names = [type(schedule.scheduler).__name__ for schedule in _configured(case)[1] if schedule.interval == "step"]
+    if names:
+        what = f"{', '.join(names)} advances at every step, including those that the loss scaler skips"
+        why = "the first steps in fp16 are often skipped: warm-up is cut short, and the schedule runs ahead"
+        fix = f"use MixedPrecisionPlan('{case.precision}'), which holds schedules on a skipped step"
+        yield Finding("schedule_counts_skips", "warning", what, why, fix, "configure_optimizers")
+
+
+def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
+    """The optimizers, and each schedule with its interval: given, or what ``configure_optimizers`` returns."""
+    given = case.optimizer
+    if given is None and isinstance(case.model, LightningModule):
+        trained = [(parameter, parameter.requires_grad) for parameter in case.model.parameters()]
+        with untouched(case.model, torch.device("cpu")):
+            try:
+                given = case.model.configure_optimizers()
+            finally:
+                for parameter, requires_grad in trained:
+                    parameter.requires_grad_(requires_grad)
+    return ([], []) if given is None else parsed_optimizers(given)
+
+
+# ---------------------------------------------------------------------- DeepSpeed's JSON
+
+
+def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
+    """Every key of the JSON that contradicts the precision or the Trainer, with both values."""
+    own: Any = case.strategy
+    stock = DeepSpeedStrategy in type(own).__mro__
+    config = (own._given or {}) if stock and hasattr(own, "plan_engine") else own.config if stock else own
+    faults = list(_contradictions(case, cast("Mapping[str, Any]", config))) if isinstance(config, Mapping) else []
+    why = "the run is refused before its first step, or DeepSpeed silently uses that of the JSON"
+    for fault in faults:
+        where = fault.problem.partition("=")[0]
+        yield Finding("deepspeed_contradicts_trainer", "error", fault.problem, why, fault.fix, where)
+
+
+def _contradictions(case: ModelUnderTest, json: Mapping[str, Any]) -> Iterator[Fault]:
+    for block in HALF:
+        if (json.get(block) or {}).get("enabled") is True and case.compute != block:
+            given = f"{block}.enabled=True in the JSON and precision={case.precision!r}"
+            yield Fault(given, fix=f"set {block}.enabled to false, or train in it")
+    trainer = case.trainer
+    if not trainer:
+        return
+    devices, nodes = (trainer.get("devices") or "auto"), (trainer.get("num_nodes") or 1)
+    world = devices * nodes if isinstance(devices, int) and devices > 0 else None
+    # without a known number of devices nothing can be said of the whole batch
+    config = {key: value for key, value in json.items() if world is not None or key != "train_batch_size"}
+    clip = trainer.get("gradient_clip_val") if trainer.get("gradient_clip_algorithm") in (None, "norm") else None
+    try:
+        accumulate = int(trainer.get("accumulate_grad_batches") or 1)
+        add_trainer(config, clip_norm=clip, accumulate=accumulate, world_size=world or 1)
+    except PlanError as error:
+        yield from error.faults
+
+
+CHECKS = (
+    *(*CHEAP, half_weights, refused, tf32_off, not_aligned, half_norms),
+    *(scale_overflows_at_once, accumulation_overflows, optimizer_eps_underflows, schedule_counts_skips),
+    deepspeed_contradicts_trainer,
+)
 
 
 def doctor(

@@ -91,11 +91,7 @@ def case_of(
     target: hardware.Device | None = None,
     **given: Any,
 ) -> ModelUnderTest:
-    """The case for what a user hands to the doctor.
-
-    Raises:
-        PlanError: a model that is no module; a plan that cannot be carried out; an unknown precision.
-    """
+    """The case for what a user hands to the doctor; PlanError where there is no such model or plan."""
     if not isinstance(model, nn.Module):
         raise PlanError.of(f"model={model!r} is not a torch.nn.Module", "pass the module itself", "doctor")
     check_copy(model, "doctor")
@@ -106,17 +102,11 @@ def case_of(
     policy = PrecisionPolicy.from_dict(cast("Mapping[str, Any]", plan)) if isinstance(plan, Mapping) else plan
     policy = getattr(policy, "policy", policy)
     if not isinstance(policy, PrecisionPolicy):
-        return ModelUnderTest(**given, **_stock(plan))
+        return _stock(plan, given)
     if policy.precision == "auto":
         policy = for_strategy.resolved(policy, target, model)
-    return ModelUnderTest(
-        precision=policy.precision,
-        storage=policy.storage_dtype,
-        compute=policy.compute_dtype,
-        policy=policy,
-        scaling=policy.loss_scaling,
-        **given,
-    )
+    dtypes = {"storage": policy.storage_dtype, "compute": policy.compute_dtype}
+    return ModelUnderTest(precision=policy.precision, policy=policy, scaling=policy.loss_scaling, **dtypes, **given)
 
 
 def _plan_in(trainer: Mapping[str, Any]) -> Any:
@@ -128,22 +118,24 @@ def _plan_in(trainer: Mapping[str, Any]) -> Any:
     return trainer.get("precision") or "32-true"
 
 
-def _stock(plan: Any) -> dict[str, Any]:
-    """What Lightning's own plugin, given as such or by its precision, makes of the model."""
-    given = str(getattr(plan, "precision", plan))
-    precision = precision_word(given) or given
+def _stock(plan: Any, given: dict[str, Any]) -> ModelUnderTest:
+    """The case of Lightning's own plugin, given as such or by its precision."""
+    word = str(getattr(plan, "precision", plan))
+    precision = precision_word(word) or word
     if precision not in STOCK_PRECISIONS:
-        fix = precision_fix(given, (), STOCK_PRECISIONS)
+        fix = precision_fix(word, (), STOCK_PRECISIONS)
         allowed = f"a MixedPrecisionPlan, a mapping of its fields, {', '.join(STOCK_PRECISIONS)}"
         raise PlanError([Fault(f"plan={plan!r}", allowed=allowed, fix=fix)], "doctor")
     storage, compute = DTYPES_OF[precision]
-    scaling = None
-    if precision == "16-mixed":
-        scaler = getattr(plan, "scaler", None)
-        scaling = LossScaling.torch() if scaler is None else LossScaling.torch(init_scale=scaler.get_scale())
-    # Lightning casts to half and double precision alone
-    cast_to = None if storage == "fp32" else storage
-    return {"precision": precision, "storage": cast_to, "compute": compute, "scaling": scaling}
+    scaler = getattr(plan, "scaler", None)
+    scaling = LossScaling.torch(**({} if scaler is None else {"init_scale": scaler.get_scale()}))
+    return ModelUnderTest(
+        precision=precision,
+        storage=None if storage == "fp32" else storage,  # Lightning casts to half and double precision alone
+        compute=compute,
+        scaling=scaling if precision == "16-mixed" else None,
+        **given,
+    )
 
 
 def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
@@ -185,10 +177,8 @@ def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
     if tops:
         root = "self" if isinstance(case.model, LightningModule) else "model"
         one = ".".join(filter(None, (root, tops[0]))) if len(tops) == 1 else "each"
-        why = (
-            "dropout, batch statistics and transformers' gradient checkpointing are off there; from_pretrained() "
-            "returns models in eval mode, and Trainer.fit does not change it"
-        )
+        off = "dropout, batch statistics and transformers' gradient checkpointing are off there"
+        why = f"{off}; from_pretrained() returns models in eval mode, and Trainer.fit does not change it"
         fix = f"call {one}.train() where the model is made, or before fit"
         what = f"in eval mode with trainable weights: {listed(tops)}"
         yield Finding("eval_mode", "warning", what, why, fix, tops[0] or None)
@@ -214,15 +204,15 @@ def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
     within = {id(module) for block in blocks for module in block.module.modules()}
     owners = {name: id(case.model.get_submodule(name.rpartition(".")[0])) for name in case.trained}
     others = {name: owner for name, owner in owners.items() if owner not in within}
-    behind: set[int] = set()
-    homes = [name for name, module in case.modules if hasattr(type(module), "get_input_embeddings")]
+    if len(owners) == len(others):
+        return
+    homes = (name for name, module in case.modules if hasattr(type(module), "get_input_embeddings"))
     home = next((name for name in homes if all(below(block.name, name) for block in blocks)), None)
-    if blocks and home is not None:
-        last = max(place for place, (_, module) in enumerate(case.modules) if id(module) in within)
-        behind = {id(module) for name, module in case.modules[last + 1 :] if below(name, home)}
-    within -= {id(block.module) for block in blocks}
-    hooked = any(has_forward_hooks(module) for _, module in case.modules if id(module) not in within)
-    if len(owners) == len(others) or hooked or any(owner not in behind for owner in others.values()):
+    last = max(place for place, (_, module) in enumerate(case.modules) if id(module) in within)
+    behind = {id(module) for name, module in case.modules[last + 1 :] if home is not None and below(name, home)}
+    inner = within - {id(block.module) for block in blocks}
+    hooked = any(has_forward_hooks(module) for _, module in case.modules if id(module) not in inner)
+    if hooked or not behind.issuperset(others.values()):
         return
     kind = original_class(blocks[0].module).__name__
     what = f"reentrant checkpointing of {counted(len(blocks), 'block')} whose inputs require no gradient"
@@ -252,23 +242,17 @@ def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
             wrong = any(block.reentrant and not block.by_transformers for block in mine)
             severity = "error" if wrong else "warning" if mine else "info"  # the plan turns it off itself
             what = "config.use_cache is on while activations are recomputed"
-            why = (
-                "keys and values of every layer are kept, much of the memory that checkpointing should save; a "
-                "recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
-            )
+            kept = "keys and values of every layer are kept, much of the memory that checkpointing should save"
+            why = f"{kept}; a recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
             fix = "set model.config.use_cache = False for training, and on again to generate"
             yield Finding("use_cache_while_checkpointing", severity, what, why, fix, name or None)
 
 
 def _blocks(case: ModelUnderTest) -> Iterator[Block]:
     """What is checkpointed now, outermost torch wrappers and innermost transformers modules."""
-    flagged = {
-        name
-        for name, module in case.modules
-        if getattr(module, "gradient_checkpointing", False) is True
-        and module.training
-        and checkpointing_function(module) is not None
-    }
+    on = (name for name, module in case.modules if getattr(module, "gradient_checkpointing", False) is True)
+    training = ((name, case.model.get_submodule(name)) for name in on)
+    flagged = {name for name, module in training if module.training and checkpointing_function(module) is not None}
     for name, module in case.modules:
         wrapped = reentrant(module)
         if wrapped is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 from lightning_mp import MixedPrecisionPlan, PlanError, PrecisionPolicy
 from lightning_mp.cli import app
-from lightning_mp.preflight.checks import CHECKS
-from lightning_mp.preflight.doctor import doctor
+from lightning_mp.preflight.doctor import CHECKS, doctor
 from lightning_mp.record.findings import Finding
 from support import hf
+from support.comparing import same, state_of
 from support.doctor import A100, CPU, Tagger, Wrapped, bert, found, net, resnet
 from support.models import Regression
 from support.oracles import MODES, plan_for
@@ -79,34 +78,16 @@ class Sick(Wrapped):
         self.calls += 1
 
 
-def _state(module: nn.Module) -> list[Any]:
-    return [
-        [(name, id(p), p.dtype, p.requires_grad, p.detach().clone()) for name, p in module.named_parameters()],
-        [(name, id(p.grad), p.grad.clone()) for name, p in module.named_parameters() if p.grad is not None],
-        [(name, b.dtype, b.clone()) for name, b in module.named_buffers()],
-        [(type(m), m.training, len(m._forward_hooks), sorted(m.__dict__)) for m in module.modules()],
-        [torch.get_rng_state(), torch.tensor(random.getstate()[1], dtype=torch.float64)],
-    ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    return one == other
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stock", [False, True])
 def test_the_model_is_left_as_it_is(mode: str, stock: bool) -> None:
     model = Sick()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = _state(model)
+    before = state_of(model)
     plan = mode if stock else MixedPrecisionPlan(mode)
     assert doctor(model, plan, "auto", {"accumulate_grad_batches": 4}, device=A100)
-    assert _same(_state(model), before)
+    assert same(state_of(model), before)
     assert model.calls == 0
 
 
@@ -177,30 +158,17 @@ def test_no_model_is_too_odd(name: str, mode: str) -> None:
             assert isinstance(finding, Finding)
 
 
-def _warned(run: Any) -> list[str]:
+@pytest.mark.parametrize("mode", MODES)
+def test_one_warning_names_code_and_command_and_a_healthy_fit_says_nothing(mode: str) -> None:
+    asleep = Regression()
+    asleep.net.eval()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run()
-    return [str(item.message) for item in caught if str(item.message).startswith("before the first step:")]
-
-
-def _asleep() -> Regression:
-    module = Regression()
-    module.net.eval()
-    return module
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_one_warning_names_code_and_command(mode: str) -> None:
-    (text,) = _warned(lambda: fit(_asleep(), plugins=[plan_for(mode)]))
+        fit(Regression(), plugins=[plan_for(mode)])
+        fit(asleep, plugins=[plan_for(mode)])
+    (text,) = [said for item in caught if (said := str(item.message)).startswith("before the first step:")]
     assert "LMP003 eval_mode: " in text
-    assert "self.net.train()" not in text.splitlines()[0]
     assert "'lightning-mp doctor CONFIG'" in text
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_healthy_fit_says_nothing(mode: str) -> None:
-    assert _warned(lambda: fit(Regression(), plugins=[plan_for(mode)])) == []
 
 
 # ---------------------------------------------------------------------- the command
@@ -219,22 +187,23 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+HEALTHY_OUTPUT = f"{len(CHECKS)} rules, nothing found\n"
+
+
 def _run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
 
 
 def _refusal(*arguments: object) -> str:
     result = _run(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("lightning-mp doctor: ")
     return result.stderr
 
 
 def test_a_healthy_run_ends_with_0(config: Path) -> None:
     result = _run(config)
-    assert result.exit_code == 0
-    assert result.output == f"{len(CHECKS)} rules, nothing found\n"
+    assert (result.exit_code, result.output) == (0, HEALTHY_OUTPUT)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +248,10 @@ def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "run.yaml"
     path.write_text("defaults: [{plan: fp32}, {strategy: fsdp2}, _self_]\nmodel: {_target_: beside.net}\n")
     monkeypatch.delitem(sys.modules, "beside", raising=False)
-    assert _run(path).output == f"{len(CHECKS)} rules, nothing found\n"
+    assert _run(path).output == HEALTHY_OUTPUT
     assert "LMP001" in _run(path, "plan=ours", "--config-dir", tmp_path / "conf").stdout
     assert "Could not find 'plan/ours'" in _refusal(path, "plan=ours")
-    assert _run("experiment=llama_tiny", "plan=fp16").output == f"{len(CHECKS)} rules, nothing found\n"
+    assert _run("experiment=llama_tiny", "plan=fp16").output == HEALTHY_OUTPUT
 
 
 # ------------------------------------------------------------------ bad input

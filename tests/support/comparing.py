@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _COMPUTED = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
@@ -26,6 +27,18 @@ def same(one: Any, other: Any, within: float = 0.0) -> bool:
     if isinstance(one, float):
         return one == other or (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, rel_tol=within)
     return bool(one == other)
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """All of a module that looking at it must not change, and the process's generators and default dtype."""
+    named = list(module.named_parameters())
+    return [
+        {name: tensor.detach().clone() for name, tensor in module.state_dict().items()},
+        [(name, id(parameter), parameter.requires_grad) for name, parameter in named],
+        [(name, id(p.grad), p.grad.clone()) for name, p in named if p.grad is not None],
+        [(type(m), m.training, len(m._forward_hooks), list(m.__dict__)) for m in module.modules()],
+        [list(getattr(module, "losses", ())), random.getstate(), torch.get_rng_state(), torch.get_default_dtype()],
+    ]
 
 
 def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -1,7 +1,8 @@
-"""What the doctor says of a model, its weights and its device; what can be run to see whether it is true is run."""
+"""What the doctor says of a model, its device and its run; what can be run to see whether it is true is run."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,17 +12,23 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from lightning_mp import FP8, MixedPrecisionPlan, callbacks
+from lightning_mp import FP8, LossScaling, MixedPrecisionPlan, callbacks, make_strategy
 from lightning_mp.policy.hardware import Device
+from lightning_mp.policy.pieces import FP32_MAX
+from lightning_mp.preflight.doctor import doctor
+from lightning_mp.record.findings import Finding
 from support import hf, language
-from support.doctor import A100, OLD, V100, Residual, Tagger, Wrapped, bert, found, net, resnet
+from support.doctor import A100, CPU, OLD, V100, Residual, Tagger, Wrapped, bert, found, net, resnet
 from support.models import Regression
 from support.running import fit
 
@@ -48,7 +55,7 @@ def with_norm(norm: nn.Module) -> nn.Module:
 
 
 class OwnNorm(nn.Module):
-    """An RMS norm of someone's own; how it squares decides what it sums over."""
+    """An RMS norm of someone's own, which squares in the dtype that comes in."""
 
     def __init__(self, width: int = 16, eps: float = 1e-6) -> None:
         super().__init__()
@@ -130,12 +137,47 @@ SAID: list[tuple[str, Callable[[], nn.Module], Any, Device | None, str, tuple[st
 ]  # fmt: skip
 
 
+def scaled(mode: str = "16-mixed", **scaling: Any) -> MixedPrecisionPlan:
+    return Plan(mode, loss_scaling=LossScaling(**scaling))
+
+
+def trained(make: Any = AdamW, **options: Any) -> Any:
+    return lambda: Wrapped(net(), partial(make, lr=1e-3, **options))
+
+
+STATIC = {"dynamic": False, "min_scale": 0.0}
+#: of the run: the finding, the plan, the micro-batches, the severity, where it is, what stands in the text
+RUN_SAID: list[tuple[str, Any, int, str, str, str]] = [
+    *(("scale_overflows_at_once", scaled(mode, **scaling), 1, severity, "loss_scaling.init_scale", said)
+      for mode in ("16-mixed", "16-true")
+      for scaling, severity, said in (
+        ({"init_scale": 2.0**32}, "warning", "about 16 steps are skipped"),
+        ({"init_scale": 2.0**32, "hysteresis": 2}, "warning", "about 17 steps are skipped"),
+        ({"init_scale": 2.0**25}, "warning", "about 9 steps are skipped"),
+        ({"init_scale": 2.0**32, **STATIC}, "warning", "skipped forever"),
+        ({"init_scale": 2.0**41, **STATIC}, "error", "skipped forever"),
+        ({"init_scale": 2.0**42, "min_scale": 2.0**41}, "error", "skipped forever"))),
+    *(("accumulation_overflows", plan, parts, "warning", "accumulate_grad_batches", said)
+      for plan, parts, said in ((scaled("16-true"), 8, "1 or more"), (scaled(init_scale=FP32_MAX), 2, "1 or more"),
+                                (scaled("16-true", init_scale=2.0**20), 4, "0.0625 or more"))),
+    *(("eps_underflows", plan, 1, "error", "configure_optimizers", "AdamW(eps=1e-08)")
+      for plan in ("16-true", Plan("16-true"))),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "build", "plan", "device", "severity", "parts"), SAID)
 def test_what_is_said(name: str, build: Any, plan: Any, device: Any, severity: str, parts: tuple[str, ...]) -> None:
     finding = found(build(), plan, **({} if device is None else {"device": device}))[name]
     assert finding.severity == severity
     for part in parts:
         assert part in str(finding)
+
+
+@pytest.mark.parametrize(("name", "plan", "batches", "severity", "where", "said"), RUN_SAID)
+def test_what_is_said_of_the_run(name: str, plan: Any, batches: int, severity: str, where: str, said: str) -> None:
+    finding = found(trained()(), plan, None, {"accumulate_grad_batches": batches})[name]
+    assert (finding.severity, finding.where) == (severity, where)
+    assert said in str(finding)
 
 
 def frozen_half() -> nn.Module:
@@ -153,6 +195,11 @@ def frozen_parts() -> nn.Module:
     return model
 
 
+FP32_STORED = {"precision": "16-true", "pins": {"Linear": "fp32"}}
+SCHEDULES = {
+    "OneCycleLR": partial(OneCycleLR, max_lr=1e-2, total_steps=9),
+    "LambdaLR": partial(LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+}
 FP32_PINS = {"precision": "bf16-true", "pins": {"Linear": "fp32"}}
 #: what is not found in which model, under which plan, on which device; an empty name stands for all
 UNSAID: list[tuple[str, Callable[[], nn.Module], Any, Device | None]] = [
@@ -178,6 +225,14 @@ UNSAID: list[tuple[str, Callable[[], nn.Module], Any, Device | None]] = [
     *(("eps_underflows", eps, plan, None)
       for plan in ("bf16-true", "16-mixed", {"precision": "16-true", "pins": {"LayerNorm": "fp32"}})),
     ("eps_underflows", partial(eps, value=1e-7), "16-true", None),
+    *(("", net, scaled(**scaling), None)
+      for scaling in ({}, {"init_scale": 2.0**24}, {"init_scale": 2.0**15, "dynamic": False})),
+    ("", net, "16-mixed", None),
+    *(("eps_underflows", build, plan, None) for build, plan in (
+        (trained(eps=1e-4), "16-true"), (trained(fused=True), "16-true"), (trained(SGD), "16-true"),
+        (trained(), "16-mixed"), (trained(), "bf16-true"), (trained(), FP32_STORED))),
+    *(("", lambda: Regression(scheduler=SCHEDULES["LambdaLR"]), plan, None)
+      for plan in ("bf16-mixed", "32-true", Plan("16-mixed"))),
 ]  # fmt: skip
 
 
@@ -304,3 +359,133 @@ def test_a_pattern_for_modules_that_are_made_later_is_no_fault(hook: str) -> Non
         "matches no module"
         in found(Wrapped(net()), Plan("bf16-mixed", pins={"late": "fp32"}))["precision_refused"].what
     )
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stock_scaler_skips_and_the_schedule_counts_it(name: str) -> None:
+    finding = found(Regression(scheduler=SCHEDULES[name]), "16-mixed")["schedule_counts_skips"]
+    assert finding.severity == "warning"
+    assert finding.what.startswith(name)
+    assert "MixedPrecisionPlan('16-mixed')" in finding.fix
+
+
+def _dict(optimizer: Any, interval: str) -> dict[str, Any]:
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": SCHEDULES["LambdaLR"](optimizer), "interval": interval},
+    }
+
+
+def _every_shape(parameters: Any) -> dict[str, tuple[Any, bool]]:
+    """What Lightning takes from ``configure_optimizers``, and whether a schedule in it goes by steps."""
+    sgd = SGD(parameters, lr=1.0)
+    plain = SCHEDULES["LambdaLR"](sgd)
+    return {
+        "an optimizer": (sgd, False),
+        "a list": ([sgd], False),
+        "two lists": (([sgd], [plain]), False),
+        "two lists, a dict": (([sgd], [{"scheduler": plain, "interval": "step"}]), True),
+        "a dict": (_dict(sgd, "step"), True),
+        "a dict by epoch": (_dict(sgd, "epoch"), False),
+        "a tuple of dicts": ((_dict(sgd, "epoch"), _dict(sgd, "step")), True),
+        "nothing": (None, False),
+    }
+
+
+@pytest.mark.parametrize("shape", list(_every_shape(net().parameters())))
+def test_whatever_lightning_takes_is_read(shape: str) -> None:
+    model = Wrapped(net(), lambda p: _every_shape(p)[shape][0])
+    counts = _every_shape(net().parameters())[shape][1]
+    assert ("schedule_counts_skips" in found(model, "16-mixed")) == counts
+
+
+class NeedsTrainer(Regression):
+    """As many do."""
+
+    def configure_optimizers(self) -> Any:
+        total = self.trainer.estimated_stepping_batches
+        return SGD(self.parameters(), lr=1 / total)
+
+
+def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_mp.preflight.fit_checks"):
+        assert found(NeedsTrainer(), "16-mixed") == {}
+    assert "schedule_counts_skips could not be made" in caplog.text
+
+
+# ---------------------------------------------------------------------- DeepSpeed's JSON
+
+pytest.importorskip("deepspeed")
+
+
+def _found(plan: Any, strategy: Any, trainer: Any = None) -> list[Finding]:
+    findings = doctor(net(), plan, strategy, trainer, device=CPU)
+    return [finding for finding in findings if finding.name == "deepspeed_contradicts_trainer"]
+
+
+def _ours(config: Any, plan: MixedPrecisionPlan | None = None) -> Any:
+    return make_strategy("deepspeed_zero2", plan or Plan("bf16-mixed"), config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "both"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 2}, ("steps=4", "accumulate_grad_batches=2")),
+        ({"gradient_accumulation_steps": 4}, {"devices": 2}, ("steps=4", "accumulate_grad_batches=1")),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, ("clipping=1.0", "gradient_clip_val=0.5")),
+        (
+            {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
+            {"devices": 8, "accumulate_grad_batches": 4},
+            ("train_batch_size=64", "= 128"),
+        ),
+    ],
+)
+def test_json_and_trainer_disagree(config: Any, trainer: Any, both: tuple[str, str]) -> None:
+    (finding,) = _found(Plan("bf16-mixed"), _ours(config), trainer)
+    assert finding.severity == "error"
+    assert all(value in finding.what for value in both)
+    assert finding.where == next(iter(config))
+
+
+def test_json_and_plan_disagree() -> None:
+    findings = _found(Plan("bf16-mixed"), {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    assert [finding.where for finding in findings] == ["fp16.enabled"]
+    assert "precision='bf16-mixed'" in findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer"),
+    [
+        ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 4}),
+        ({"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}, {"accumulate_grad_batches": 4}),
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 1.0}),
+        ({"gradient_clipping": 1.0}, {"accumulate_grad_batches": 2}),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, {"accumulate_grad_batches": 4}),
+        ({"gradient_accumulation_steps": 4}, None),
+        ({}, {"accumulate_grad_batches": 4}),
+    ],
+)
+def test_what_agrees_or_cannot_be_known_is_healthy(config: Any, trainer: Any) -> None:
+    assert _found(Plan("bf16-mixed"), _ours(config), trainer) == []
+
+
+@pytest.mark.parametrize("strategy", [None, "auto", "ddp", "mp_deepspeed_zero2", DeepSpeedStrategy(stage=2)])
+def test_without_a_json_there_is_nothing_to_contradict(strategy: Any) -> None:
+    assert _found("bf16-mixed", strategy, {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}) == []
+
+
+HALF = {"fp16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("plan", [Plan("bf16-mixed"), "bf16-mixed", "32-true"], ids=str)
+@pytest.mark.parametrize("key", [None, "plugins", "precision"])
+def test_another_precision_in_the_json_of_lightnings_own_strategy(plan: Any, key: str | None) -> None:
+    """It refuses a plan; of its own precisions it sets the block beside the other one, or leaves that alone."""
+    if (key == "plugins") == isinstance(plan, str) and key is not None:
+        return
+    findings = _found(plan if key is None else None, DeepSpeedStrategy(config=HALF), key and {key: plan})
+    assert [(finding.severity, finding.where) for finding in findings] == [("error", "fp16.enabled")]
+    assert f"precision={getattr(plan, 'precision', plan)!r}" in findings[0].what
