@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_mp.modules.patterns import has_own_forward, original_class
 from lightning_mp.numerics.dtypes import dtype_name, floating_in, map_tensors
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, PolicyCopy
+from lightning_mp.plan.engine import NOTHING
 from lightning_mp.plan.plan import MixedPrecisionPlan
 
 #: in roundoffs, what a format explains: of fp32, whose sums another kernel makes in another order, some more
@@ -101,8 +102,9 @@ def first_difference(
     try:
         one, other = (_Side(module, plan.policy, device, generators) for plan in plans)
         other.backend = compile
-        names = repr(plans[0]), repr(plans[1]) + (f" compiled by {compile}" if compile else "")
-        return _Comparison(one, other, batch).result(names)
+        sides = repr(plans[0]), repr(plans[1]) + (f" compiled by {compile}" if compile else "")
+        compared = _Comparison(one, other, batch)
+        return FirstDifference(sides, tuple(compared.rows()), len(compared.calls), compared.left_out)
     finally:
         set_rng_state(generators, device)
 
@@ -112,52 +114,58 @@ class _Side(PolicyCopy):
 
     subject, backend = "first_difference", ""
 
-    def passes(self, name: str, given: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def results(self, name: str, given: Any, watch: Any = NOTHING) -> tuple[list[Tensor], list[Tensor | None]]:
         """What one module makes of its inputs, and for random gradients of that those of inputs and parameters."""
-        module: Any = self.named[name]
-        leaves = list(floating_in(given))
-        for leaf in leaves:
-            leaf.requires_grad_(True)
-        compiled = module
+        module = self.named[name]
         if self.backend:
             torch.compiler.reset()  # each module is compiled as if it were alone
-            compiled = torch.compile(module, backend=self.backend)
-        outputs = self.call(compiled, *given)
-        reached = [one for one in outputs if one.requires_grad]
+            module = cast("nn.Module", torch.compile(module, backend=self.backend))
+        return self.passes(module, given, self._random_gradients, watch)
+
+    def _random_gradients(self, outputs: list[Tensor]) -> dict[int, Tensor]:
         generator = torch.Generator(self.device).manual_seed(0)
-        drawn = [torch.randn(one.shape, generator=generator, device=self.device).bfloat16() for one in reached]
-        wanted = [*leaves, *(one for one in module.parameters() if one.requires_grad)]
-        given_back = [one.to(output.dtype) for one, output in zip(drawn, reached, strict=True)]
-        found = torch.autograd.grad(reached, wanted, given_back, allow_unused=True) if reached and wanted else ()
-        return [one.detach() for one in outputs], list(found)
+        sizes = {at: output.shape for at, output in enumerate(outputs) if output.requires_grad}
+        return {at: torch.randn(size, generator=generator, device=self.device).bfloat16() for at, size in sizes.items()}
 
 
 class _Comparison:
     """Runs ``a`` once, and each module of both sides on what ``a``'s gets."""
 
     def __init__(self, a: _Side, b: _Side, batch: Any) -> None:
-        self._a, self._b, self._batch = a, b, batch
+        self._sides = self._a, self._b = a, b
         coarser = max((a.policy.compute_dtype, b.policy.compute_dtype), key=lambda name: ROUNDOFF[name])
         self._unit, self._limit = ROUNDOFF[coarser], EXPLAINED[coarser]
         #: the dtypes of the inputs of each call under ``b``
         self._dtypes: dict[str, list[list[torch.dtype]]] = {}
-        self._calls: dict[str, int] = {}
-        self._found: dict[tuple[str, str], tuple[float, str, tuple[str, str]]] = {}
-        self._left_out: dict[str, str] = {}
+        self.calls: dict[str, int] = {}
+        self._differs: dict[tuple[str, str], tuple[float, str, tuple[str, str]]] = {}
+        self.left_out: dict[str, str] = {}
+        with _before_each(b.root, self._note_dtypes):
+            b.run(batch)
+        with _before_each(a.root, self._compare):
+            a.run(batch)
 
-    def result(self, sides: Any) -> FirstDifference:
-        with _before_each(self._b.root, self._note_dtypes):
-            self._b.run(self._batch)
-        with _before_each(self._a.root, self._compare):
-            self._a.run(self._batch)
-        rows: list[DifferenceRow] = []
-        for part in _PARTS:
-            names = [name for name in self._calls if (name, part) in self._found]
+    def rows(self) -> Iterator[DifferenceRow]:
+        """The innermost modules that differ, in the order of the forward pass, then of the backward pass."""
+        for part in ("forward", "backward"):
+            names = [name for name in self.calls if (name, part) in self._differs]
             innermost = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
             for name in innermost if part == "forward" else innermost[::-1]:
                 kind = original_class(self._a.named[name]).__name__
-                rows.append(DifferenceRow(name, kind, part, *self._found[name, part]))
-        return FirstDifference(sides, tuple(rows), len(self._calls), self._left_out)
+                yield DifferenceRow(name, kind, part, *self._differs[name, part])
+
+    def _note_dtypes(self, name: str, given: Any) -> None:
+        self._dtypes.setdefault(name, []).append([tensor.dtype for tensor in floating_in(given)])
+
+    def _compare(self, name: str, given: Any) -> None:
+        call = self.calls[name] = self.calls.get(name, -1) + 1
+        try:
+            inputs = _rounded(given, self._dtypes[name][call])
+            for part, error, terms in self._errors(name, inputs):
+                if error > max(self._explained(name, part, terms), self._differs.get((name, part), (0.0,))[0]):
+                    self._differs[name, part] = error, *self._operators(name, inputs, part)
+        except Exception as error:  # a module that cannot be called by itself
+            self.left_out.setdefault(name, one_line(error))
 
     def _explained(self, name: str, part: str, terms: float) -> float:
         """How many roundoffs the format explains: those of a module's parts add up as random numbers do.
@@ -166,78 +174,57 @@ class _Comparison:
         the root of a roundoff. A CPU's LayerNorm sums a weight's gradient in half precision: n terms err by 0.3 to 1.01
         of their root (measured for 64 to 65,536).
         """
-        parts = max(1, sum(not any(one.children()) for one in self._a.named[name].modules()))
+        parts = max(1, sum(not any(module.children()) for module in self._a.named[name].modules()))
         explained = self._limit * math.sqrt(parts)
         if part == "forward":
             return explained
         return max(2 * explained, 2 * math.sqrt(terms), _FLIPS * math.sqrt(parts / self._unit) if parts > 1 else 0.0)
 
-    def _note_dtypes(self, name: str, given: Any) -> None:
-        self._dtypes.setdefault(name, []).append([one.dtype for one in floating_in(given)])
-
-    def _compare(self, name: str, given: Any) -> None:
-        call = self._calls[name] = self._calls.get(name, -1) + 1
-        try:
-            inputs = partial(self._inputs, given, self._dtypes[name][call])
-            for part, error, terms in self._errors(name, inputs):
-                if error > max(self._explained(name, part, terms), self._found.get((name, part), (0.0,))[0]):
-                    self._found[name, part] = error, *self._operators(name, inputs, part)
-        except Exception as error:  # a module that cannot be called by itself
-            self._left_out.setdefault(name, one_line(error))
-
-    @staticmethod
-    def _inputs(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
-        """The inputs of both sides, rounded to the coarser of the two dtypes that each has in their runs."""
-        ours = [one.dtype for one in floating_in(given)]
-        coarse = [max(pair, key=lambda dtype: torch.finfo(dtype).eps) for pair in zip(ours, theirs, strict=True)]
-
-        def made(dtypes: list[torch.dtype]) -> Any:
-            turn = iter(zip(coarse, dtypes, strict=True))
-
-            def rounded(tensor: Tensor) -> Tensor:
-                if not tensor.is_floating_point():
-                    return tensor
-                to, held = next(turn)
-                return tensor.detach().to(to).to(held, copy=True)
-
-            return map_tensors(given, rounded)
-
-        return made(ours), made(theirs)
-
-    def _errors(self, name: str, inputs: Callable[[], tuple[Any, Any]]) -> list[tuple[str, float, float]]:
+    def _errors(self, name: str, inputs: tuple[Any, Any]) -> Iterator[tuple[str, float, float]]:
         """For outputs, gradients of inputs and of parameters: the part, the error, and how many terms are summed."""
-        given = inputs()
-        ours, theirs = (side.passes(name, one) for side, one in zip((self._a, self._b), given, strict=True))
-        leaves = floating_in(given[0])
-        largest = max((one.numel() for one in leaves), default=0)
-        smallest = min((one.numel() for one in self._a.named[name].parameters() if one.requires_grad), default=1)
+        ours, theirs = (side.results(name, given) for side, given in zip(self._sides, inputs, strict=True))
+        forward, backward = (_relative(*pair) for pair in zip(ours, theirs, strict=True))
+        leaves = floating_in(inputs[0])
+        largest = max((tensor.numel() for tensor in leaves), default=0)
+        trained = (parameter for parameter in self._a.named[name].parameters() if parameter.requires_grad)
+        smallest = min((parameter.numel() for parameter in trained), default=1)
         terms = largest / max(smallest, 1) if self._a.device.type == "cpu" and self._limit == HARMFUL else 0.0
-        relative = [_relative(*pair) for pair in zip(ours, theirs, strict=True)]
-        forward, backward = ([error / self._unit for error in errors] for errors in relative)
-        of_inputs, of_parameters = backward[: len(leaves)], backward[len(leaves) :]
-        return [
-            ("forward", max(forward, default=0.0), 0.0),
-            ("backward", max(of_inputs, default=0.0), 0.0),
-            ("backward", max(of_parameters, default=0.0), terms),
-        ]
+        yield "forward", max(forward, default=0.0) / self._unit, 0.0
+        yield "backward", max(backward[: len(leaves)], default=0.0) / self._unit, 0.0
+        yield "backward", max(backward[len(leaves) :], default=0.0) / self._unit, terms
 
-    def _operators(self, name: str, inputs: Callable[[], tuple[Any, Any]], part: str) -> tuple[str, tuple[str, str]]:
+    def _operators(self, name: str, inputs: tuple[Any, Any], part: str) -> tuple[str, tuple[str, str]]:
         """The first operators whose results have two dtypes, and these; of a compiled module none are seen."""
         if self._b.backend:
             return f"compiled by {self._b.backend}", ("", "")
         seen: list[list[tuple[str, str]]] = []
-        for side, given in zip((self._a, self._b), inputs(), strict=True):
-            with _Operators() as operators:
-                side.passes(name, given)
+        for side, given in zip(self._sides, inputs, strict=True):
+            operators = _Operators()
+            side.results(name, given, operators)
             seen.append(operators.seen[part == "backward"])
-        computing = [[one for one in side if one[0] not in _MOVES] for side in seen]
+        computing = [[each for each in side if each[0] not in _MOVES] for side in seen]
         for ours, theirs in (*zip(*computing, strict=False), *zip(*seen, strict=False)):
             if ours[1] != theirs[1]:
                 return " | ".join(dict.fromkeys((ours[0], theirs[0]))), (ours[1], theirs[1])
         return "the same operators and dtypes", ("", "")
 
 
-_PARTS = ("forward", "backward")
+def _rounded(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
+    """The inputs of both sides, rounded to the coarser of the two dtypes that each has in their runs."""
+    ours = [tensor.dtype for tensor in floating_in(given)]
+    coarse = [max(pair, key=lambda dtype: torch.finfo(dtype).eps) for pair in zip(ours, theirs, strict=True)]
+
+    def cast_each(dtypes: list[torch.dtype]) -> Any:
+        turn = zip(coarse, dtypes, strict=True)
+
+        def rounded(tensor: Tensor) -> Tensor:
+            return reduce(Tensor.to, next(turn), tensor.detach()) if tensor.is_floating_point() else tensor
+
+        return map_tensors(given, rounded)
+
+    return cast_each(ours), cast_each(theirs)
+
+
 #: what computes nothing
 _MOVES = ("_to_copy", "clone", "copy_", "detach")
 
@@ -257,17 +244,14 @@ class _Operators(TorchDispatchMode):
         return out
 
 
-_TINY = torch.finfo(torch.float32).tiny
-
-
-def _relative(ours: list[Tensor | None], theirs: list[Tensor | None]) -> list[float]:
+def _relative(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> list[float]:
     """The relative difference of each two tensors; what is small is held against the others."""
     pairs = [
         (torch.zeros(0),) * 2 if one is None or two is None else (one.float(), two.float())
         for one, two in zip(ours, theirs, strict=True)
     ]
     sizes = [_size(two) for _, two in pairs]
-    least = max(ROUNDING_ALONE * max(sizes, default=0.0), _TINY)
+    least = max(ROUNDING_ALONE * max(sizes, default=0.0), torch.finfo(torch.float32).tiny)
     errors = [_size(one - two) / max(size, least) for (one, two), size in zip(pairs, sizes, strict=True)]
     return [math.inf if math.isnan(error) else error for error in errors]
 

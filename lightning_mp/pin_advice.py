@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from statistics import median_high
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.engine import NOTHING
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import loss_of, output_in
 from lightning_mp.policy import FP8, LossScaling, Pin, PrecisionPolicy
@@ -114,8 +115,7 @@ class PinAdvice:
         pins = (*(Pin(row.pattern, row.dtype) for row in self.rows), *self.policy.pins)
         fp8, rule = self.policy.fp8, self.policy.loss_scaling
         if fp8 is not None:
-            own = (fp8.skip,) if isinstance(fp8.skip, str) else fp8.skip
-            fp8 = replace(fp8, skip=(*own, *self.fp8_skip))
+            fp8 = replace(fp8, skip=(*fp8.skip, *self.fp8_skip))
         if rule is not None and self.scale is not None:
             rule = replace(rule, init_scale=self.scale, min_scale=0.0)
         return replace(self.policy, pins=pins, fp8=fp8, loss_scaling=rule)
@@ -129,7 +129,22 @@ class PinAdvice:
         return found | {name: value for name, value in several.items() if value is not None}
 
     def __str__(self) -> str:
-        lines = self._of_pins()
+        policy, before, after = self.policy, f"{self.error_before:.2g}", f"{self.error_after:.2g}"
+        precision = "bf16-mixed" if policy.fp8 is not None else policy.precision
+        lines: list[str] = []
+        if self.rows:
+            pins = {**self.pins, **{pin.pattern: pin.dtype for pin in policy.pins if pin.pattern not in self.pins}}
+            extra = sum(row.params for row in self.rows) * (4 - to_torch(policy.compute_dtype).itemsize)
+            held = "computed with in fp32" if policy.mixed else "stored in fp32"
+            lines = [
+                *_table(self.rows, "pattern"),
+                f"Gradients differ from fp32's by {before} under {precision}, by {after} with these pins.",
+                f"Write MixedPrecisionPlan({policy.precision!r}, pins={pins!r}).",
+                f"They are {held}: {extra:,} bytes more for each copy of these weights.",
+            ]
+        elif self.scale is None:
+            differ = f"under {precision} gradients differ from fp32's by {before}"
+            lines = [f"No pins: {differ}, which is rounding, or no pin halves it."]
         if self.scale is not None:
             rule = self.suggested().loss_scaling
             lines += [
@@ -137,41 +152,20 @@ class PinAdvice:
                 f"At {self.scale:g} it does not: write loss_scaling={rule!r}, or divide the loss.",
             ]
         if self.fp8_errors is not None:
-            lines += self._of_fp8(*self.fp8_errors)
+            without, with_skip = (f"{error:.2g}" for error in self.fp8_errors)
+            lines += [f"No layer to leave out of FP8: with it gradients differ from fp32's by {without}."]
+            if self.fp8_rows:
+                lines[-1:] = [
+                    *_table(self.fp8_rows, "layer"),
+                    f"In FP8 gradients differ from fp32's by {without}, by {with_skip} without these layers.",
+                    f"Write FP8(skip={[*cast('FP8', self.suggested().fp8).skip]!r}).",
+                ]
         if self.comparison is not None:
-            one = self.comparison.differences[0]
+            verdict = self.comparison.differences[0]
             runs = f"{len(self.comparison.seeds)} pairs of runs of {self.comparison.steps} steps"
             word = "Confirmed" if self.confirmed else "Not confirmed"
-            lines.append(f"{word} by {runs}: the loss without it is {one.verdict} ({one.reason}).")
+            lines.append(f"{word} by {runs}: the loss without it is {verdict.verdict} ({verdict.reason}).")
         return "\n".join(lines)
-
-    def _of_pins(self) -> list[str]:
-        precision, before = self.policy.precision, f"{self.error_before:.2g}"
-        precision = "bf16-mixed" if self.policy.fp8 is not None else precision
-        if not self.rows:
-            if self.scale is not None:
-                return []
-            differ = f"under {precision} gradients differ from fp32's by {before}"
-            return [f"No pins: {differ}, which is rounding, or no pin halves it."]
-        whole = {**self.pins, **{pin.pattern: pin.dtype for pin in self.policy.pins if pin.pattern not in self.pins}}
-        extra = sum(row.params for row in self.rows) * (4 - to_torch(self.policy.compute_dtype).itemsize)
-        held = "computed with in fp32" if self.policy.mixed else "stored in fp32"
-        return [
-            *_table(self.rows, "pattern"),
-            f"Gradients differ from fp32's by {before} under {precision}, by {self.error_after:.2g} with these pins.",
-            f"Write MixedPrecisionPlan({self.policy.precision!r}, pins={whole!r}).",
-            f"They are {held}: {extra:,} bytes more for each copy of these weights.",
-        ]
-
-    def _of_fp8(self, before: float, after: float) -> list[str]:
-        if not self.fp8_rows:
-            return [f"No layer to leave out of FP8: with it gradients differ from fp32's by {before:.2g}."]
-        fp8 = cast("FP8", self.suggested().fp8)
-        return [
-            *_table(self.fp8_rows, "layer"),
-            f"In FP8 gradients differ from fp32's by {before:.2g}, by {after:.2g} without these layers.",
-            f"Write FP8(skip={list(fp8.skip)!r}).",
-        ]
 
 
 def _table(rows: Sequence[PinRow], head: str) -> list[str]:
@@ -211,8 +205,7 @@ def suggest_pins(
             batches drawn, in another order each. It needs a LightningModule.
 
     Raises:
-        PlanError: no batch, no scalar loss, gradients that are not finite in fp32 either, a plan that the module cannot
-            run under, a ``training_step`` that needs its Trainer.
+        PlanError: no batch, no scalar loss, gradients not finite in fp32 either, a plan that the module cannot have.
     """
     plan = plan if isinstance(plan, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(plan)
     first = next(module.parameters(), None)
@@ -231,7 +224,7 @@ def suggest_pins(
         drawn = list(islice(batches, steps))
         if not drawn:
             raise PlanError.of(f"batches={batches!r} hold none", "give a list, or a loader", "suggest_pins")
-        advice = _Search(module, drawn, plan, device, generators).advice(tolerance, max_pins)
+        advice = _Search(module, drawn, plan.policy, generators, tolerance, max_pins).advice()
         found = bool(advice.rows or advice.fp8_rows or advice.scale)
         return _confirmed(advice, cast("Any", module), drawn, device) if confirm and found else advice
     finally:
@@ -252,13 +245,7 @@ def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], d
 
 
 class PolicyCopy:
-    """A copy of a module as it runs under a policy, each time from the same random numbers.
-
-    Dropout is off: two formats need not draw the same numbers. So are caches of transformers, to which calls add.
-
-    Raises:
-        PlanError: the module cannot run under it.
-    """
+    """A copy of a module as it runs under a policy, each time from the same random numbers; PlanError if it cannot."""
 
     subject = "suggest_pins"
 
@@ -270,10 +257,10 @@ class PolicyCopy:
         engine.prepare(self.root)
         self.named = dict(self.root.named_modules())
         for part in self.named.values():
-            if original_class(part).__name__.endswith("Dropout"):
+            if original_class(part).__name__.endswith("Dropout"):  # two formats need not draw the same numbers
                 part.eval()
             config: Any = getattr(part, "config", None)
-            if getattr(config, "use_cache", False):
+            if getattr(config, "use_cache", False):  # calls add to it
                 config.use_cache = False
 
     def run(self, batch: Any) -> Any:
@@ -283,23 +270,50 @@ class PolicyCopy:
         autocast = self.policy.compute_dtype if self.policy.mixed else None
         return output_in(self.root, batch, self.device, autocast=autocast, storage=self.policy.storage_dtype)
 
-    def call(self, module: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
-        """The floating outputs of one of its modules, compiled or not."""
+    def passes(
+        self,
+        module: nn.Module,
+        given: Any,
+        gradients_of: Callable[[list[Tensor]], dict[int, Tensor]],
+        watch: AbstractContextManager[Any] = NOTHING,
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs of one of its modules, compiled or not, and the gradients of its inputs and parameters.
+
+        ``given`` are positional arguments and keywords; ``gradients_of`` outputs are those of some, by index.
+        """
+        leaves: list[Tensor] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point():
+                tensor = tensor.detach().clone().requires_grad_()
+                leaves.append(tensor)
+            return tensor.clone()  # a leaf could not be changed in place
+
+        args, kwargs = map_tensors(given, leaf)
         set_rng_state(self._rng, self.device)
         dtype = to_torch(self.policy.compute_dtype)
-        with torch.autocast(self.device.type, dtype, enabled=self.policy.mixed, cache_enabled=False):
-            return floating_in(module(*args, **kwargs))
+        with watch:
+            with torch.autocast(self.device.type, dtype, enabled=self.policy.mixed, cache_enabled=False):
+                outputs = floating_in(module(*args, **kwargs))
+            gradients, back = gradients_of(outputs), ()
+            if gradients:
+                ends = [outputs[at] for at in gradients]
+                wanted = [*leaves, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+                cast_to_ends = [gradient.to(end.dtype) for gradient, end in zip(gradients.values(), ends, strict=True)]
+                back = torch.autograd.grad(ends, wanted, cast_to_ends, allow_unused=True)
+        return [output.detach() for output in outputs], list(back)
 
 
 class _Search:
-    """Runs copies of one module under sets of pins, and compares their gradients."""
+    """Runs copies of one module under changed policies, and compares their gradients with those in fp32."""
 
     def __init__(
-        self, module: nn.Module, batches: Sequence[Any], plan: MixedPrecisionPlan, device: torch.device, rng: Any
+        self, module: nn.Module, batches: list[Any], policy: PrecisionPolicy, rng: Any, tolerance: float, most: int
     ) -> None:
-        policy = plan.policy
+        self._module, self._batches, self._rng = module, batches, rng
+        self._device, self._tolerance, self._most = next(module.parameters()).device, tolerance, most
         if policy.precision == "auto":
-            policy = for_strategy.resolved(policy, describe(device), module)
+            policy = for_strategy.resolved(policy, describe(self._device), module)
         precision = "bf16-mixed" if policy.fp8 is not None else policy.precision
         self._given, self.policy = policy, replace(policy, precision=precision, fp8=None, checkpointing=None)
         #: the policies under which a finite loss has infinite gradients, at every scale of their rule
@@ -307,28 +321,18 @@ class _Search:
         #: of a policy, the lowest scale that its gradients needed
         self._needed: dict[PrecisionPolicy, float] = {}
         self._reference = PrecisionPolicy(precision="32-true")
-        self._module, self._batches, self._device, self._rng = module, batches, device, rng
         self._errors: dict[PrecisionPolicy, float | None] = {}
         self._exact = list(self._gradients(self._reference))
-        for index, found in enumerate(self._exact):
-            if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+        for index, gradients in enumerate(self._exact):
+            if not _finite(gradients.values()):
                 what = f"batch {index}, whose gradients are not finite in fp32 either"
                 raise PlanError.of(what, "look for the cause in it, or leave it out", "suggest_pins")
-
-    # ------------------------------------------------------------------ gradients
 
     def _copy(self, policy: PrecisionPolicy) -> PolicyCopy:
         return PolicyCopy(self._module, policy, self._device, self._rng)
 
     def _loss(self, copied: PolicyCopy, batch: Any) -> Tensor:
-        try:
-            output = copied.run(batch)
-        except RuntimeError as error:
-            if "not attached to a `Trainer`" not in str(error):
-                raise
-            what = f"{type(self._module).__name__}.training_step, which needs its Trainer"
-            raise PlanError.of(what, "give an nn.Module that returns the loss", "suggest_pins") from error
-        loss: Any = loss_of(output)
+        loss: Any = loss_of(copied.run(batch))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"{type(self._module).__name__} gave no scalar loss with a gradient"
             raise PlanError.of(what, "return the loss from training_step or forward", "suggest_pins")
@@ -337,63 +341,48 @@ class _Search:
     def _gradients(self, policy: PrecisionPolicy) -> Iterator[Gradients]:
         """Of each batch in fp32, unscaled; under fp16 from the highest scale at which they are finite."""
         copied = self._copy(policy)
-        named = [(name, one) for name, one in copied.root.named_parameters() if one.requires_grad]
+        named = {name: parameter for name, parameter in copied.root.named_parameters() if parameter.requires_grad}
         scales = [1.0] if policy.loss_scaling is None else _scales(policy.loss_scaling)
         for batch in self._batches:
             loss = self._loss(copied, batch)
-            found, scale = Gradients(), 1.0
+            gradients, scale = Gradients(), 1.0
             for scale in scales:
-                last, weights = scale == scales[-1], [one for _, one in named]
-                raw: Any = torch.autograd.grad(loss * scale, weights, retain_graph=not last, allow_unused=True)
+                weights, again = [*named.values()], scale != scales[-1]
+                raw: Any = torch.autograd.grad(loss * scale, weights, retain_graph=again, allow_unused=True)
                 pairs = zip(named, raw, strict=True)
-                found = {name: gradient.float() / scale for (name, _), gradient in pairs if gradient is not None}
-                if all(bool(gradient.isfinite().all()) for gradient in found.values()):
+                gradients = {name: gradient.float() / scale for name, gradient in pairs if gradient is not None}
+                if _finite(gradients.values()):
                     break
             else:
                 self._stuck |= {policy} if bool(loss.isfinite()) else set()
             self._needed[policy] = min(self._needed.get(policy, scale), scale)
-            yield found
+            yield gradients
 
-    def error(self, patterns: Sequence[str]) -> float | None:
-        """The error of the gradients with these pins, 0 to 1; ``None`` where the module does not run with them."""
-        pins = tuple(Pin(pattern, "fp32") for pattern in patterns)
-        return self._error(replace(self.policy, pins=(*pins, *self.policy.pins)))
-
-    def _error(self, policy: PrecisionPolicy) -> float | None:
+    def error(self, policy: PrecisionPolicy, *, raises: bool = False) -> float | None:
+        """The error of the gradients under a policy, 0 to 1; ``None`` where the module does not run under it."""
         if policy not in self._errors:
             try:
                 self._errors[policy] = _distance(self._exact, self._gradients(policy))
             except Exception:
-                if policy == self.policy:
-                    raise  # it does not run without pins either
+                if raises:
+                    raise
                 self._errors[policy] = None
         return self._errors[policy]
 
-    # ------------------------------------------------------------------ the error of each module
-
-    def harmful(self, *, back: bool) -> dict[str, float]:
-        """Names of the innermost modules that add an error of their own beyond what rounding does, and that error.
-
-        ``back``: to their gradients, infinite where those alone overflow; else to their outputs.
-        """
-        flagged = {name: error for name, error in self._own_errors(self.policy, back=back).items() if error > HARMFUL}
-        return {
-            name: error for name, error in flagged.items() if not any(other.startswith(f"{name}.") for other in flagged)
-        }
-
     def _own_errors(self, policy: PrecisionPolicy, *, back: bool) -> dict[str, float]:
-        """By name, the largest error of a module's calls beyond its inputs'; under FP8 that of the converted ones."""
-        found: dict[str, float] = {}
+        """By name, the largest error of a module's calls beyond its inputs': of outputs, or of gradients."""
+        errors: dict[str, float] = {}
         for batch in self._batches[:2]:
             exact, planned = self._copy(self._reference), self._copy(policy)
-            wanted = [name for name, one in planned.named.items() if name and (policy.fp8 is None or is_converted(one))]
+            parts = planned.named.items()
+            wanted = [name for name, part in parts if name and (policy.fp8 is None or is_converted(part))]
             for call in self._calls(exact, batch, wanted, policy, back=back):
                 try:
                     error = self._own_error(exact, planned, call)
                 except Exception:  # a module that cannot be called by itself, or with rounded inputs
                     error = 0.0
-                found[call.name] = max(found.get(call.name, 0.0), error)
-        return found
+                errors[call.name] = max(errors.get(call.name, 0.0), error)
+        return errors
 
     def _calls(
         self, exact: PolicyCopy, batch: Any, wanted: Sequence[str], policy: PrecisionPolicy, *, back: bool
@@ -406,7 +395,7 @@ class _Search:
             waiting[name] = cast_floating(map_tensors((args, kwargs), Tensor.detach), dtype)
 
         def ends(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            calls.append(_Call(name, *waiting.pop(name)))
+            calls.append(_Call(name, waiting.pop(name), {}))
             for index, tensor in enumerate(floating_in(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(calls[-1].gradients.__setitem__, index))
@@ -418,62 +407,48 @@ class _Search:
                 stack.callback(module.register_forward_hook(partial(ends, name)).remove)
             loss = self._loss(exact, batch)
         if back:
-            torch.autograd.grad(loss, [one for one in exact.root.parameters() if one.requires_grad], allow_unused=True)
+            weights = [parameter for parameter in exact.root.parameters() if parameter.requires_grad]
+            torch.autograd.grad(loss, weights, allow_unused=True)
         return calls
 
     def _own_error(self, exact: PolicyCopy, planned: PolicyCopy, call: _Call) -> float:
         policy, roundoff = planned.policy, ROUNDOFF[planned.policy.compute_dtype]
-        ours, gradients = self._again(planned, call, self._needed[policy])
-        theirs, exact_gradients = self._again(exact, call, self._needed[policy])
-        outputs = list(zip(ours, theirs, strict=True))
+        scale, half = self._needed[policy], to_torch(policy.compute_dtype)
+        rounded = {at: (gradient * scale).to(half) for at, gradient in call.gradients.items()}
+        rounded = rounded if _finite(rounded.values()) else {}
+        ours, gradients = planned.passes(planned.named[call.name], call.given, lambda _: rounded)
+        given = cast_floating(call.given, torch.float32)
+        theirs, exact_gradients = exact.passes(exact.named[call.name], given, lambda _: rounded)
         known = [(a, b) for a, b in zip(gradients, exact_gradients, strict=True) if a is not None and b is not None]
-        least = ROUNDING_ALONE * max((one.norm().item() for _, one in known), default=0.0)
-        back = [_relative(one, other) for one, other in known if other.norm().item() > least]
+        least = ROUNDING_ALONE * max((b.norm().item() for _, b in known), default=0.0)
+        back = [_relative(a, b) for a, b in known if b.norm().item() > least]
+        outputs = list(zip(ours, theirs, strict=True))
         if policy.fp8 is not None:
             return max([*back, *(_relative_rows(*pair) for pair in outputs)], default=0.0)
         if call.gradients:
             return max(back, default=0.0) / roundoff**0.5
         return max((_relative(*pair) / roundoff for pair in outputs), default=0.0)
 
-    def _again(self, copied: PolicyCopy, call: _Call, scale: float) -> tuple[list[Tensor], list[Tensor | None]]:
-        """A call's outputs, and the gradients of inputs and weights at ``scale``, of one that is finite there."""
-        back, half, leaves = bool(call.gradients), to_torch(self.policy.compute_dtype), list[Tensor]()
-        module, exactly = copied.named[call.name], copied.policy is self._reference
-
-        def given(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            leaves.append((tensor.float() if exactly else tensor).requires_grad_(back))
-            return leaves[-1].clone()  # a leaf could not be changed in place
-
-        with torch.set_grad_enabled(back):
-            outputs = copied.call(module, *map_tensors(deepcopy((call.args, call.kwargs)), given))
-        known = [(outputs[at], (one * scale).to(half)) for at, one in call.gradients.items()]
-        if not known or not all(bool(gradient.isfinite().all()) for _, gradient in known):
-            return outputs, []
-        of = [*leaves, *(one for one in module.parameters() if one.requires_grad)]
-        ends, rounded = zip(*((output, gradient.to(output.dtype)) for output, gradient in known), strict=True)
-        found: Any = torch.autograd.grad(ends, of, rounded, allow_unused=True)
-        return outputs, list(found)
-
-    # ------------------------------------------------------------------ pins
-
-    def advice(self, tolerance: float, most: int) -> PinAdvice:
+    def advice(self) -> PinAdvice:
         """The pins, each with the error without and with it; the layers to leave out of FP8, or the scale, likewise."""
-        before = cast("float", self.error(()))
+        before = cast("float", self.error(self.policy, raises=True))
         rows: list[PinRow] = []
         if before > max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype]):
-            rows = self._pins(before, tolerance, most, back=False) or self._pins(before, tolerance, most, back=True)
-        after = self.error([row.pattern for row in rows])
+            rows = self._pins(before, back=False) or self._pins(before, back=True)
+        after = self.error(_pinned(self.policy, [row.pattern for row in rows]))
         scale = None if rows else self._scale(before)
         advice = PinAdvice(tuple(rows), before, before if after is None else after, self._given, scale=scale)
-        return advice if self._given.fp8 is None else self._without_fp8(advice, tolerance, most)
+        return advice if self._given.fp8 is None else self._without_fp8(advice)
 
-    def _pins(self, before: float, tolerance: float, most: int, *, back: bool) -> list[PinRow]:
-        harmful, named = self.harmful(back=back), list(named_submodules(self._module))
-        worst = sorted(harmful, key=lambda name: -harmful[name])
-        patterns = dict.fromkeys(_pattern(name, harmful, named) for name in worst)
-        rows = self._fewest(list(patterns), before, tolerance, most, self.error, "fp32")
+    def _pins(self, before: float, *, back: bool) -> list[PinRow]:
+        """Of the innermost modules that add an error of their own beyond what rounding does."""
+        own = self._own_errors(self.policy, back=back)
+        flagged = {name: error for name, error in own.items() if error > HARMFUL}
+        harmful = {
+            name: flagged[name] for name in flagged if not any(other.startswith(f"{name}.") for other in flagged)
+        }
+        patterns = _patterns(harmful, list(named_submodules(self._module)))
+        rows = self._fewest(patterns, before, partial(_pinned, self.policy), "fp32")
         share = SHARE_BACK if back and self.policy not in self._stuck else SHARE
         covered, whole = sum(row.params for row in rows), sum(one.numel() for one in self._module.parameters())
         return rows if covered <= share * whole else []
@@ -485,94 +460,91 @@ class _Search:
             return None
         for power in range(1, LOWER + 1):
             scale = _scales(rule)[-1] / 16**power
-            error = self._error(replace(self.policy, loss_scaling=LossScaling.static(scale)))
+            error = self.error(replace(self.policy, loss_scaling=LossScaling.static(scale)))
             if error is not None and error <= before / 2:
                 return scale
         return None
 
-    def _without_fp8(self, advice: PinAdvice, tolerance: float, most: int) -> PinAdvice:
+    def _without_fp8(self, advice: PinAdvice) -> PinAdvice:
         """With the layers that are better left out of FP8, all else as advised."""
         policy = replace(advice.suggested(), checkpointing=None)
         rule = cast("FP8", policy.fp8)
         rule = replace(rule, emulate=rule.emulate or self._device.type != "cuda")
 
-        def error(names: Sequence[str]) -> float | None:
-            skip = (rule.skip,) if isinstance(rule.skip, str) else rule.skip
-            return self._error(replace(policy, fp8=replace(rule, skip=(*skip, *names))))
+        def skipping(names: Sequence[str]) -> PrecisionPolicy:
+            return replace(policy, fp8=replace(rule, skip=(*rule.skip, *names)))
 
-        policy = replace(policy, fp8=rule)
-        before = self._errors[policy] = _distance(self._exact, self._gradients(policy))
-        own = self._own_errors(policy, back=True)
-        flagged = {name: one for name, one in own.items() if one > HARMFUL_FP8}
-        linear = [(name, one) for name, one in named_submodules(self._module) if name in own]
-        worst = sorted(flagged, key=lambda name: -flagged[name])
-        patterns = dict.fromkeys(_pattern(name, flagged, linear, by_class=False) for name in worst)
-        rows = self._fewest(list(patterns), before, tolerance, most, error, "bf16")
-        after = error([row.pattern for row in rows])
+        before = cast("float", self.error(skipping(()), raises=True))
+        own = self._own_errors(skipping(()), back=True)
+        flagged = {name: error for name, error in own.items() if error > HARMFUL_FP8}
+        layers = [(name, layer) for name, layer in named_submodules(self._module) if name in own]
+        patterns = _patterns(flagged, layers, by_class=False)
+        rows = self._fewest(patterns, before, skipping, "bf16")
+        after = self.error(skipping([row.pattern for row in rows]))
         return replace(advice, fp8_rows=tuple(rows), fp8_errors=(before, before if after is None else after))
 
     def _fewest(
-        self,
-        patterns: list[str],
-        before: float,
-        tolerance: float,
-        most: int,
-        error: Callable[[Sequence[str]], float | None],
-        dtype: str,
+        self, patterns: list[str], before: float, changed: Callable[[Sequence[str]], PrecisionPolicy], dtype: str
     ) -> list[PinRow]:
         """Patterns that together halve the error at least, without those that can go; none where they do not."""
-        kept = [pattern for pattern in patterns[:TRIED] if error([pattern]) is not None]
+        kept = [pattern for pattern in patterns[:TRIED] if self.error(changed([pattern])) is not None]
         # All together first: where two heads overflow, pinning one alone does not help.
-        best = error(kept) if kept else None
+        best = self.error(changed(kept)) if kept else None
         if best is None or best > before / 2:
             return []
         for pattern in kept[::-1]:
             fewer = [other for other in kept if other != pattern]
-            found = error(fewer)
-            if found is not None and found <= best + tolerance * (before - best):
+            error = self.error(changed(fewer))
+            if error is not None and error <= best + self._tolerance * (before - best):
                 kept = fewer
-        errors = {pattern: error([other for other in kept if other != pattern]) for pattern in kept}
-        rows = [self._row(pattern, dtype, errors[pattern], error(kept)) for pattern in kept]
-        return sorted(rows, key=lambda row: row.error_before, reverse=True)[:most]
+        rows: list[PinRow] = []
+        for pattern in kept:
+            covered = [module for name, module in named_submodules(self._module) if matches(pattern, name, module)]
+            below = {id(module): module for root in covered for module in root.modules()}
+            owners = [module for module in below.values() if next(module.parameters(recurse=False), None) is not None]
+            params = sum(parameter.numel() for parameter in nn.ModuleList(covered).parameters())
+            without = [other for other in kept if other != pattern]
+            errors = (self.error(changed(others)) for others in (without, kept))
+            before_row, after = (1.0 if error is None else error for error in errors)
+            rows.append(PinRow(pattern, dtype, len(owners or covered), before_row, after, params))
+        return sorted(rows, key=lambda row: row.error_before, reverse=True)[: self._most]
 
-    def _row(self, pattern: str, dtype: str, before: float | None, after: float | None) -> PinRow:
-        covered = [one for name, one in named_submodules(self._module) if matches(pattern, name, one)]
-        below = {id(one): one for root in covered for one in root.modules()}
-        owners = [one for one in below.values() if next(one.parameters(recurse=False), None) is not None]
-        parameters = {id(one): one.numel() for owner in owners for one in owner.parameters(recurse=False)}
-        before, after = (1.0 if error is None else error for error in (before, after))
-        return PinRow(pattern, dtype, len(owners or covered), before, after, sum(parameters.values()))
 
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of a module: floating inputs rounded to the half format, and the fp32 gradients of its outputs."""
+class _Call(NamedTuple):
+    """One call of a module: arguments and keywords, rounded to the half format, and gradients of outputs in fp32."""
 
     name: str
-    args: Any
-    kwargs: Any
-    gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    given: Any
+    gradients: dict[int, Tensor]
 
 
 def _scales(rule: LossScaling) -> list[float]:
     """The scales that the rule may come down to, highest first: every sixteenth, and its floor."""
     floor = max(rule.floor, 2.0**-40)
-    return [*(one for power in range(40) if (one := rule.init_scale / 16**power) > floor), floor]
+    return [*(scale for power in range(40) if (scale := rule.init_scale / 16**power) > floor), floor]
+
+
+def _pinned(policy: PrecisionPolicy, patterns: Iterable[str]) -> PrecisionPolicy:
+    return replace(policy, pins=(*(Pin(pattern, "fp32") for pattern in patterns), *policy.pins))
 
 
 # ------------------------------------------------------------------ numbers and names
 
 
-def _distance(exact: Sequence[Gradients], found: Iterable[Gradients]) -> float:
+def _finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _distance(exact: Sequence[Gradients], measured: Iterable[Gradients]) -> float:
     """The root mean square of the relative differences, each at most 1, without gradients that are rounding alone."""
     squares: list[float] = []
-    for theirs, ours in zip(exact, found, strict=True):
+    for theirs, ours in zip(exact, measured, strict=True):
         norms = {name: gradient.norm().item() for name, gradient in theirs.items()}
         known = [norm for norm in norms.values() if 0 < norm < float("inf")]
         least = ROUNDING_ALONE * median_high(known) if known else float("inf")
-        for name in (name for name, norm in norms.items() if least <= norm < float("inf")):
-            one = ours.get(name)
-            squares.append(1.0 if one is None else min(1.0, _relative(one, theirs[name])) ** 2)
+        compared = [name for name, norm in norms.items() if least <= norm < float("inf")]
+        errors = (_relative(ours[name], theirs[name]) if name in ours else 1.0 for name in compared)
+        squares += [min(1.0, error) ** 2 for error in errors]
     return (sum(squares) / len(squares)) ** 0.5 if squares else 0.0
 
 
@@ -582,7 +554,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
         return 0.0
     known = theirs.isfinite()
     ours, theirs = ours.float()[known], theirs.float()[known]
-    if not bool(ours.isfinite().all()):
+    if not _finite([ours]):
         return float("inf")
     scale = theirs.norm().item()
     return (ours - theirs).norm().item() / scale if scale else 0.0
@@ -590,21 +562,25 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 def _relative_rows(ours: Tensor, theirs: Tensor) -> float:
     """The root mean square, over rows that are not zero, of the relative differences, each at most 1."""
-    ours, theirs = (one.detach().float().reshape(-1, one.shape[-1]) for one in (ours, theirs))
+    ours, theirs = (tensor.float().reshape(-1, tensor.shape[-1]) for tensor in (ours, theirs))
     norms = theirs.norm(dim=1)
     errors = ((ours - theirs).norm(dim=1) / norms)[norms > 0].nan_to_num(1.0, 1.0).clamp(max=1.0)
     return errors.square().mean().sqrt().item() if errors.numel() else 0.0
 
 
-def _pattern(
-    name: str, harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]], *, by_class: bool = True
-) -> str:
-    """The module's class, or the last part of its name, where most modules of that do harm; else its whole name."""
-    kinds = {other: original_class(module).__name__ for other, module in named if has_own_forward(module)}
-    last = name.rpartition(".")[2]
-    for pattern in (kinds[name], last) if by_class else (last,):
-        same = [other for other in kinds if pattern in (kinds[other], other.rpartition(".")[2])]
-        several = len(same) > 1 and not pattern.isdigit()
-        if several and sum(other in harmful for other in same) >= KIND * len(same):
-            return pattern
-    return name
+def _patterns(
+    harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]], *, by_class: bool = True
+) -> list[str]:
+    """Patterns of the harmful, worst first: the class, or the name's last part, where most of that do harm."""
+    classes = {name: original_class(module).__name__ for name, module in named if has_own_forward(module)}
+
+    def pattern(name: str) -> str:
+        last = name.rpartition(".")[2]
+        for word in (classes[name], last) if by_class else (last,):
+            same = [other for other in classes if word in (classes[other], other.rpartition(".")[2])]
+            several = len(same) > 1 and not word.isdigit()
+            if several and sum(other in harmful for other in same) >= KIND * len(same):
+                return word
+        return name
+
+    return list(dict.fromkeys(map(pattern, sorted(harmful, key=lambda name: -harmful[name]))))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from conformance.families import FAMILIES
 from lightning_mp import FP8, MixedPrecisionPlan, Pin, PlanError, suggest_pins
-from support.comparing import same
+from support.comparing import same, state_of
 from support.models import Regression, batches
 
 WIDTH = 32
@@ -255,9 +255,9 @@ FLUSHED = {
 def test_a_layer_whose_numbers_fp8_flushes_to_zero_is_named_with_its_gain(case: str) -> None:
     sizes, recipe = FLUSHED[case]
     module = Sunk(**sizes)
-    before = _state(module)
+    before = state_of(module)
     advice = suggest_pins(module, _tokens(), _fp8(recipe, skip="head"))
-    assert same(before, _state(module))
+    assert same(before, state_of(module))
     assert (advice.pins, advice.fp8_skip) == ({}, ("mix",)), str(advice)
     (row,) = advice.fp8_rows
     assert (row.dtype, row.modules, row.params) == ("bf16", 1, WIDTH * (WIDTH + 1))
@@ -272,9 +272,9 @@ def test_a_layer_whose_numbers_fp8_flushes_to_zero_is_named_with_its_gain(case: 
 
 def test_what_is_suggested_is_confirmed_by_paired_runs_when_asked() -> None:
     module = Normed()
-    before = _state(module)
+    before = state_of(module)
     advice = suggest_pins(module, _batches(), "16-mixed", confirm=True)
-    assert same(before, _state(module))
+    assert same(before, state_of(module))
     assert advice.confirmed, str(advice)
     assert advice.comparison is not None
     assert [plan.policy.pins for plan in advice.comparison.plans] == [(Pin("norm", "fp32"),), ()]
@@ -283,11 +283,6 @@ def test_what_is_suggested_is_confirmed_by_paired_runs_when_asked() -> None:
     assert all(map(math.isnan, cast("Any", skipped)))  # of every step
     assert "Confirmed by 4 pairs of runs of 40 steps" in str(advice)
     assert advice.to_dict()["confirmed"] is True
-
-
-def test_a_module_without_an_optimizer_cannot_be_trained() -> None:
-    with pytest.raises(PlanError, match="confirm=True with a Mlp"):
-        suggest_pins(Mlp(), _batches(), "bf16-mixed", confirm=True)
 
 
 # ---------------------------------------------------------------------- what is left
@@ -301,19 +296,6 @@ class Steps(Regression):
         loss = self.loss(batch)
         self.log("loss", loss)
         return {"loss": loss}
-
-
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    return (
-        {name: (tensor.dtype, tensor.clone()) for name, tensor in module.state_dict().items()},
-        {name: id(parameter) for name, parameter in module.named_parameters()},
-        {name: parameter.grad for name, parameter in module.named_parameters()},
-        [(type(one), one.training, list(one.__dict__)) for one in module.modules()],
-        torch.get_rng_state(),
-        random.getstate(),
-        torch.get_default_dtype(),
-        getattr(module, "losses", None) and list(module.losses),
-    )
 
 
 class Raises(Mlp):
@@ -336,19 +318,13 @@ def test_everything_is_given_back_untouched(kind: Any, precision: str) -> None:
     for parameter in list(module.parameters())[::2]:
         parameter.grad = torch.randn_like(parameter)
     module.net[1].eval() if hasattr(module, "net") else None
-    before = _state(module)
+    before = state_of(module)
     if kind is Raises:
         with pytest.raises(RuntimeError, match="of the user's own"):
             suggest_pins(module, data, MixedPrecisionPlan(precision))
     else:
         suggest_pins(module, data, MixedPrecisionPlan(precision), steps=2)
-    assert same(before, _state(module))
-
-
-@pytest.mark.parametrize("given", [[], iter(()), ()])
-def test_no_batches_is_an_error_that_names_them(given: Any) -> None:
-    with pytest.raises(PlanError, match="batches"):
-        suggest_pins(Mlp(), given, MixedPrecisionPlan("bf16-mixed"))
+    assert same(before, state_of(module))
 
 
 class NoLoss(LightningModule):
@@ -362,14 +338,6 @@ class NoLoss(LightningModule):
         return self.net(batch[0])
 
 
-class Manual(NoLoss):
-    """Steps its optimizers by hand."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        for optimizer in self.trainer.optimizers:
-            optimizer.step()
-
-
 class Later(NoLoss):
     """Made when the run begins."""
 
@@ -380,23 +348,27 @@ class Later(NoLoss):
         self.net = nn.Linear(WIDTH, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (NoLoss, "no scalar loss"),
-        (Manual, "Manual.training_step, which needs its Trainer"),
-        (Later, "Later without parameters"),
-    ],
-)
-def test_a_module_whose_loss_cannot_be_had_is_refused(kind: Any, said: str) -> None:
+def _second_not_finite() -> list[tuple[Tensor, Tensor]]:
+    good, (x, y), _ = _batches()
+    return [good, (x * math.nan, y)]
+
+
+#: the module, the batches, options, and what the error says
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any], str]] = {
+    "no batch": (Mlp, list, {}, r"batches=\[\] hold none"),
+    "an iterator at its end": (Mlp, lambda: iter(()), {}, "batches=.* hold none"),
+    "no loss": (NoLoss, _batches, {}, "no scalar loss"),
+    "made later": (Later, _batches, {}, "Later without parameters"),
+    "not finite in fp32": (Mlp, _second_not_finite, {}, "Batch 1, whose gradients are not finite"),
+    "no optimizer": (Mlp, _batches, {"confirm": True}, "confirm=True with a Mlp"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_measured_is_refused(what: str) -> None:
+    kind, data, options, said = REFUSED[what]
     with pytest.raises(PlanError, match=said):
-        suggest_pins(kind(), _batches(), MixedPrecisionPlan("bf16-mixed"))
-
-
-def test_a_batch_that_is_not_finite_in_fp32_is_refused_by_its_number() -> None:
-    good, bad = list(_batches())[:2]
-    with pytest.raises(PlanError, match="Batch 1, whose gradients are not finite"):
-        suggest_pins(Mlp(), [good, (bad[0] * float("nan"), bad[1])], "bf16-mixed")
+        suggest_pins(kind(), data(), "bf16-mixed", **options)
 
 
 def test_the_plans_own_pins_stay() -> None:
