@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
 from conformance.families import FAMILIES
 from lightning_mp import FP8, MixedPrecisionPlan, Pin, PlanError, suggest_pins
@@ -87,11 +86,6 @@ class Routed(nn.Module):
 def _batches() -> list[tuple[Tensor, Tensor]]:
     made = torch.Generator().manual_seed(3)
     return [(x, x.sum(1) / math.sqrt(WIDTH)) for x in torch.randn(3, 16, WIDTH, generator=made)]
-
-
-def loader() -> DataLoader[Any]:
-    """The same, as of a config."""
-    return DataLoader(cast("Any", _batches()), batch_size=None)
 
 
 class OfFamily(LightningModule):

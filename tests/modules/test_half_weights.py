@@ -29,12 +29,6 @@ def survey(module: nn.Module, policy: PrecisionPolicy = POLICY) -> dict[str, str
 # ------------------------------------------------------------------ the rule
 
 
-def gpt2() -> nn.Module:
-    from support.hf import gpt2
-
-    return gpt2()
-
-
 class Own(nn.Linear):
     """A linear layer that does more with its weight."""
 
