@@ -102,9 +102,9 @@ def measured(module: Decoder, made: MixedPrecisionPlan, steps: int, **more: Any)
     }
 
 
-def of_peak(flops: float, peak: hardware.Peak | None) -> str:
-    """What share of the device's peak ``flops`` a second are, and whose figure the peak is."""
-    return "-" if peak is None else f"{flops / peak.flops_per_s:.1%} of {peak.flops_per_s / 1e12:g} ({peak.source})"
+def of_peak(flops: float, peak: float | None) -> str:
+    """What share of the data sheet's peak ``flops`` a second are."""
+    return "-" if peak is None else f"{flops / peak:.1%} of {peak / 1e12:g}"
 
 
 # ---------------------------------------------------------------------- the parts

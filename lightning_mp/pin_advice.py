@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -434,21 +434,14 @@ class _Search:
         before = cast("float", self.error(self.policy, raises=True))
         rows: list[PinRow] = []
         if before > max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype]):
-            rows = self._pins(before, back=False) or self._pins(before, back=True)
+            rows = self._pins(back=False) or self._pins(back=True)
         after = self.error(_pinned(self.policy, [row.pattern for row in rows]))
         scale = None if rows else self._scale(before)
         advice = PinAdvice(tuple(rows), before, before if after is None else after, self._given, scale=scale)
         return advice if self._given.fp8 is None else self._without_fp8(advice)
 
-    def _pins(self, before: float, *, back: bool) -> list[PinRow]:
-        """Of the innermost modules that add an error of their own beyond what rounding does."""
-        own = self._own_errors(self.policy, back=back)
-        flagged = {name: error for name, error in own.items() if error > HARMFUL}
-        harmful = {
-            name: flagged[name] for name in flagged if not any(other.startswith(f"{name}.") for other in flagged)
-        }
-        patterns = _patterns(harmful, list(named_submodules(self._module)))
-        rows = self._fewest(patterns, before, partial(_pinned, self.policy), "fp32")
+    def _pins(self, *, back: bool) -> list[PinRow]:
+        rows = self._rows(self.policy, partial(_pinned, self.policy), back=back)
         share = SHARE_BACK if back and self.policy not in self._stuck else SHARE
         covered, whole = sum(row.params for row in rows), sum(one.numel() for one in self._module.parameters())
         return rows if covered <= share * whole else []
@@ -475,22 +468,23 @@ class _Search:
             return replace(policy, fp8=replace(rule, skip=(*rule.skip, *names)))
 
         before = cast("float", self.error(skipping(()), raises=True))
-        own = self._own_errors(skipping(()), back=True)
-        flagged = {name: error for name, error in own.items() if error > HARMFUL_FP8}
-        layers = [(name, layer) for name, layer in named_submodules(self._module) if name in own]
-        patterns = _patterns(flagged, layers, by_class=False)
-        rows = self._fewest(patterns, before, skipping, "bf16")
+        rows = self._rows(skipping(()), skipping, back=True)
         after = self.error(skipping([row.pattern for row in rows]))
         return replace(advice, fp8_rows=tuple(rows), fp8_errors=(before, before if after is None else after))
 
-    def _fewest(
-        self, patterns: list[str], before: float, changed: Callable[[Sequence[str]], PrecisionPolicy], dtype: str
+    def _rows(
+        self, policy: PrecisionPolicy, changed: Callable[[Sequence[str]], PrecisionPolicy], *, back: bool
     ) -> list[PinRow]:
-        """Patterns that together halve the error at least, without those that can go; none where they do not."""
+        """Patterns of what does harm that together halve the error at least, without those that can go."""
+        in_fp8, own = policy.fp8 is not None, self._own_errors(policy, back=back)
+        flagged = {name: error for name, error in own.items() if error > (HARMFUL_FP8 if in_fp8 else HARMFUL)}
+        innermost = [name for name in flagged if not any(other.startswith(f"{name}.") for other in flagged)]
+        named = [(name, module) for name, module in named_submodules(self._module) if not in_fp8 or name in own]
+        patterns = _patterns(sorted(innermost, key=lambda name: -flagged[name]), named, by_class=not in_fp8)
         kept = [pattern for pattern in patterns[:TRIED] if self.error(changed([pattern])) is not None]
         # All together first: where two heads overflow, pinning one alone does not help.
-        best = self.error(changed(kept)) if kept else None
-        if best is None or best > before / 2:
+        before, best = self.error(policy), self.error(changed(kept))
+        if not kept or before is None or best is None or best > before / 2:
             return []
         for pattern in kept[::-1]:
             fewer = [other for other in kept if other != pattern]
@@ -503,10 +497,10 @@ class _Search:
             below = {id(module): module for root in covered for module in root.modules()}
             owners = [module for module in below.values() if next(module.parameters(recurse=False), None) is not None]
             params = sum(parameter.numel() for parameter in nn.ModuleList(covered).parameters())
-            without = [other for other in kept if other != pattern]
-            errors = (self.error(changed(others)) for others in (without, kept))
-            before_row, after = (1.0 if error is None else error for error in errors)
-            rows.append(PinRow(pattern, dtype, len(owners or covered), before_row, after, params))
+            others = [other for other in kept if other != pattern]
+            without, with_it = (self.error(changed(names)) for names in (others, kept))
+            errors = (1.0 if error is None else error for error in (without, with_it))
+            rows.append(PinRow(pattern, "bf16" if in_fp8 else "fp32", len(owners or covered), *errors, params))
         return sorted(rows, key=lambda row: row.error_before, reverse=True)[: self._most]
 
 
@@ -568,9 +562,7 @@ def _relative_rows(ours: Tensor, theirs: Tensor) -> float:
     return errors.square().mean().sqrt().item() if errors.numel() else 0.0
 
 
-def _patterns(
-    harmful: Mapping[str, float], named: Sequence[tuple[str, nn.Module]], *, by_class: bool = True
-) -> list[str]:
+def _patterns(harmful: Sequence[str], named: Sequence[tuple[str, nn.Module]], *, by_class: bool) -> list[str]:
     """Patterns of the harmful, worst first: the class, or the name's last part, where most of that do harm."""
     classes = {name: original_class(module).__name__ for name, module in named if has_own_forward(module)}
 
@@ -583,4 +575,4 @@ def _patterns(
                 return word
         return name
 
-    return list(dict.fromkeys(map(pattern, sorted(harmful, key=lambda name: -harmful[name]))))
+    return list(dict.fromkeys(map(pattern, harmful)))

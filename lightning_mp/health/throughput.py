@@ -56,8 +56,8 @@ class Throughput:
     def start(self, trainer: Trainer) -> None:
         """Look the device's peak up, if none was given."""
         known, dtype = describe(trainer.strategy.root_device), _compute_dtype(trainer)
-        if self.peak is None and dtype is not None and (peak := hardware.peak(known, dtype)) is not None:
-            self.peak = peak.flops_per_s
+        if self.peak is None and dtype is not None:
+            self.peak = hardware.peak(known, dtype)
 
     def pauses(self) -> None:
         """Time before the next batch (starting workers, validation) does not count."""

@@ -33,16 +33,9 @@ from lightning_mp.policy import Checkpointing
 #: What ``mode="selective"`` keeps by default: matrix products and attention, whose recomputation costs the most for
 #: what it saves (the list of torchtitan's distributed/activation_checkpoint.py, for one device).
 DEFAULT_SAVE_OPS = (
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "convolution",
-    "_scaled_mm",
+    *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", *compat.FUSED_ATTENTION),
     # what the scale of an FP8 product is made of: small, and it takes a pass over the whole tensor
-    "amax",
-    "max.default",
-    *compat.FUSED_ATTENTION,
+    *("amax", "max.default"),
 )
 
 

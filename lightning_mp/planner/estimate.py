@@ -100,7 +100,7 @@ class Estimate:
         """FLOPs a second by ``convention`` over the peak, 0 to 1."""
         peak = self.layout.gpu.peak(self.layout.precision)
         assert peak is not None
-        return flops_per_token(self.shape, self.convention) * self.tokens_per_s.mid / peak.flops_per_s
+        return flops_per_token(self.shape, self.convention) * self.tokens_per_s.mid / peak
 
     def days(self, tokens: float | None = None) -> tuple[float, float, float]:
         """Days for so many tokens, or for Chinchilla's budget: at the high, the middle and the low end of the range."""
@@ -190,7 +190,7 @@ def _compute(shape: ModelShape, layout: Layout) -> float:
     slow, fast = (layout.gpu.peak(mode) for mode in (attention_mode, layout.precision))
     assert slow is not None
     assert fast is not None
-    once = products / fast.flops_per_s + (total - products) / slow.flops_per_s
+    once = products / fast + (total - products) / slow
     return once * RECOMPUTED[layout.checkpointing]
 
 

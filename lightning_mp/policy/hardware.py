@@ -88,15 +88,7 @@ def choose(device: Device, parameters: int) -> Choice:
     return Choice("16-mixed", tf32, f"{device.name} has no native bf16: fp16 with loss scaling")
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The most a device can do in one dtype, and who says so."""
-
-    flops_per_s: float
-    source: str
-
-
-def peak(device: Device, dtype: str) -> Peak | None:
+def peak(device: Device, dtype: str) -> float | None:
     """Dense peak of matrix products on ``device`` in ``dtype`` (fp32, tf32, bf16, fp16 or fp8), in FLOP/s.
 
     ``None`` where no data sheet was read: a CPU, an unknown GPU, a slice of one (MIG), a laptop's, a dtype it has no
@@ -105,10 +97,10 @@ def peak(device: Device, dtype: str) -> Peak | None:
     words = set(re.split(r"[^a-z0-9]+", device.name.lower()))
     if device.type != "cuda" or words & {"mig", "laptop", "max"}:
         return None
-    for name, columns, source, *_ in _SHEETS:
+    for name, columns, *_ in _SHEETS:
         if words.issuperset(name.lower().split()):
             teraflops = columns[_DTYPES.index(dtype)]
-            return None if teraflops is None else Peak(teraflops * 1e12, f"NVIDIA, {source}")
+            return None if teraflops is None else teraflops * 1e12
     return None
 
 
@@ -128,7 +120,7 @@ class GPU:
     pcie: float
     source: str
 
-    def peak(self, precision: str) -> Peak | None:
+    def peak(self, precision: str) -> float | None:
         """Peak of the products under a mode, in FLOP/s; fp32 ones run in TF32 where the GPU has it."""
         dtype = {"32": "fp32", "16": "fp16", "bf16": "bf16", "fp8": "fp8"}[precision.partition("-")[0]]
         return peak(self.device, "tf32" if dtype == "fp32" and self.device.tf32 else dtype)
