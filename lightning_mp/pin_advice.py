@@ -498,9 +498,10 @@ class _Search:
             owners = [module for module in below.values() if next(module.parameters(recurse=False), None) is not None]
             params = sum(parameter.numel() for parameter in nn.ModuleList(covered).parameters())
             others = [other for other in kept if other != pattern]
-            without, with_it = (self.error(changed(names)) for names in (others, kept))
-            errors = (1.0 if error is None else error for error in (without, with_it))
-            rows.append(PinRow(pattern, "bf16" if in_fp8 else "fp32", len(owners or covered), *errors, params))
+            errors = (self.error(changed(names)) for names in (others, kept))
+            without, with_it = (1.0 if error is None else error for error in errors)
+            dtype = "bf16" if in_fp8 else "fp32"
+            rows.append(PinRow(pattern, dtype, len(owners or covered), without, with_it, params))
         return sorted(rows, key=lambda row: row.error_before, reverse=True)[: self._most]
 
 
