@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_mp.compat import patched
 from lightning_mp.compat.torch import in_backward
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import PlanError
 
 # ------------------------------------------------------------------ DDP
 
@@ -45,59 +46,68 @@ def policies(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
                 yield name, _state(unit)._mp_policy, stored
 
 
-class GatherExtensions:
-    """More than one way in which FSDP2 gathers a parameter; each keeps what torch made for it, gradients included."""
+class GatherExtension:
+    """Gathers a parameter by FSDP2's extensions, or as it is stored; each way keeps what torch made, gradients too."""
 
     _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
 
     def __init__(self, parameter: Any) -> None:
-        self._parameter, self._name = parameter, "stored"
-        self._made: dict[str, dict[str, Any]] = {}
+        self._parameter, self._extended = parameter, False
+        #: what torch made for the way that is not in use
+        self._made: dict[str, Any] = {}
         #: this rank's parameter, which optimizers step
         self.shard: Tensor = parameter.sharded_param
 
     @classmethod
-    def of(cls, model: nn.Module) -> list[GatherExtensions]:
-        """Those of every parameter in a unit of ``model``."""
-        return [cls(one) for group in _groups_below(model) for one in group.fsdp_params]
+    def of(cls, model: nn.Module) -> list[GatherExtension]:
+        """One for every parameter in a unit of ``model``."""
+        return [cls(one) for one in _sharded_below(model)]
 
     def local(self) -> Tensor:
         """This rank's shard; the very tensor that torch asks for extensions, of which ``to_local`` gives another."""
         return self._parameter._sharded_local_tensor
 
-    def take(self, name: str, extension: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
-        """Gather the way called ``name`` from now on, by FSDP2's extensions before and after an all-gather."""
+    def use(self, extension: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
+        """Call ``extension`` before and after each all-gather from now on; with ``None`` gather as stored."""
         local: Any = self.local()
         _unpatch([local], "fsdp_pre_all_gather", "fsdp_post_all_gather")
         if extension is not None:
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = extension
-        if name == self._name:
+        if self._extended == (extension is not None):
             return
+        self._extended = not self._extended
         held = vars(self._parameter)
-        self._made[self._name] = {key: held.pop(key) for key in self._KEPT if key in held}
+        made = {key: held.pop(key) for key in self._KEPT if key in held}
         self._parameter.all_gather_outputs = []
         self._parameter._init_extensions()
-        held.update(self._made.pop(name, {}))
-        self._name = name
+        held.update(self._made)
+        self._made = made
+
+
+def shards(model: nn.Module) -> list[Tensor]:
+    """What this rank holds of each parameter that FSDP2 or FSDP1 sharded."""
+    flat: Any = (getattr(unit, "_flat_param", None) for unit in model.modules())
+    pieces = [piece for one in flat if one is not None for piece in one._params]
+    return pieces + [one.sharded_param for one in _sharded_below(model)]
 
 
 def gather_halves(
-    model: nn.Module, names: Mapping[tuple[int, str], str], dtype: torch.dtype, wrap: Callable[[Tensor, str], Tensor]
+    model: nn.Module, names: Mapping[tuple[int, str], str], dtype: torch.dtype, wrap: Callable[..., Tensor]
 ) -> None:
     """Gather the fp32 parameters in ``names`` in ``dtype``, all others as they are stored; shards stay as they are.
 
-    ``names`` are found by the ``id`` of a module and a parameter's key in it; ``wrap`` makes the whole parameter from
-    what was gathered and its name. ``fully_shard`` itself knows one dtype for all that a unit has.
+    ``names``: by the ``id`` of a module and a parameter's key in it. ``wrap(gathered, label=name)`` makes the whole
+    parameter. ``fully_shard`` itself knows one dtype for all that a unit has.
     """
     for group in _groups_below(model):
         group._to_sharded()
-        for parameter in group.fsdp_params:
-            info = parameter._module_info
-            name = names.get((id(info.module), info.param_name))
-            _unpatch([parameter], "init_dtype_attrs", "init_unsharded_param", "_unsharded_param")
-            parameter.param_dtype, parameter.all_gather_outputs = None, []
-            if name is not None and parameter.sharded_param.dtype == torch.float32:
-                _gather_as(parameter, dtype, lambda whole, name=name: wrap(whole, name))
+    for parameter in _sharded_below(model):
+        info = parameter._module_info
+        name = names.get((id(info.module), info.param_name))
+        _unpatch([parameter], "init_dtype_attrs", "init_unsharded_param", "_unsharded_param")
+        parameter.param_dtype, parameter.all_gather_outputs = None, []
+        if name is not None and parameter.sharded_param.dtype == torch.float32:
+            _gather_as(parameter, dtype, partial(wrap, label=name))
 
 
 def _gather_as(parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tensor]) -> None:
@@ -136,18 +146,19 @@ class UnusedParameters:
         self._device, self._groups = device, _groups_below(model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         #: each parameter as torch records it, and its name
-        self._names = {one: names.get(id(one.sharded_param), "") for group in self._groups for one in group.fsdp_params}
+        self._names = {one: names.get(id(one.sharded_param), "") for one in _sharded_below(model)}
         #: of each group, the forwards that no backward pass has come to yet: each may end in a reduction
         self._left = dict.fromkeys(self._groups, 0)
+        self._forget()
+        for group in self._groups:
+            self._watch(group, group.pre_forward, group.post_backward)
+
+    def _forget(self) -> None:
         #: what had a gradient on this rank, what had none since the last step either, what a unit has that did not run
         self._used, self._missed, self._skipped = set[Any](), set[Any](), set[Any]()
         self._reduced = False
-        for group in self._groups:
-            self._watch(group)
 
-    def _watch(self, group: Any) -> None:
-        forward, reduce = group.pre_forward, group.post_backward
-
+    def _watch(self, group: Any, forward: Callable[..., Any], reduce: Callable[..., None]) -> None:
         def pre_forward(*given: Any) -> Any:
             self._left[group] += torch.is_grad_enabled() and not in_backward()
             return forward(*given)
@@ -166,7 +177,7 @@ class UnusedParameters:
         self._groups, self._names, self._left = [], {}, {}
 
     def _complete(self, group: Any, *, last: bool) -> None:
-        """Before a unit's gradients are reduced: zeros where this rank has none."""
+        """Put zeros where this rank has no gradient, before the unit's are reduced."""
         self._reduced = True
         members = {one for one in group.fsdp_params if one.sharded_param.requires_grad}
         missing = {one for one in members if not _has_gradient(one)}
@@ -199,22 +210,24 @@ class UnusedParameters:
         if self._missed or absent:
             for (one, name), used in zip(self._names.items(), there.tolist(), strict=True):
                 if used and one in absent:
-                    raise PlanError([ranks_apart(f"the unit of {name!r}, which ran on some ranks only")])
+                    raise ranks_apart(f"the unit of {name!r}, which ran on some ranks only")
                 if not used and one in self._missed:
                     one.sharded_param.grad = None
-        self._used, self._missed, self._skipped, self._reduced = set(), set(), set(), False
+        self._forget()
 
 
 def _has_gradient(parameter: Any) -> bool:
-    """Whether backward passes left a gradient of the parameter that is not reduced yet."""
+    """Whether there is a gradient of the parameter that is not reduced yet."""
     unsharded = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
     return getattr(unsharded, "grad", None) is not None or parameter.unsharded_accumulated_grad is not None
 
 
-def ranks_apart(given: str) -> Fault:
-    """What to say where ranks run different modules."""
-    fix = "run every one on every rank, with 0 times what one does not need in its loss, or use strategy='mp_ddp'"
-    return Fault(f"{given}, with sharded weights, which all ranks gather and sum together", fix=fix)
+def ranks_apart(given: str) -> PlanError:
+    """The error where ranks run different modules."""
+    return PlanError.of(
+        f"{given}, with sharded weights, which all ranks gather and sum together",
+        "run every one on every rank, with 0 times what one does not need in its loss, or use strategy='mp_ddp'",
+    )
 
 
 def sync_hooks_and_requires_grad(model: nn.Module) -> Callable[[], None]:
@@ -224,17 +237,9 @@ def sync_hooks_and_requires_grad(model: nn.Module) -> Callable[[], None]:
     ``requires_grad`` only where it gathers: of two that differ later the one that was changed since counts, be it the
     shard (``toggle_optimizer``) or what is gathered (by hand).
     """
-    groups = _groups_below(model)
-    for group in groups:
-        _keep_alike(group)
-    return partial(_unpatch, groups, "wait_for_unshard", "_to_sharded")
+    groups, trained = _groups_below(model), dict[Any, bool]()
 
-
-def _keep_alike(group: Any) -> None:
-    wait, to_sharded = group.wait_for_unshard, group._to_sharded
-    trained: dict[Any, bool] = {}
-
-    def sync() -> None:
+    def sync(group: Any) -> None:
         for parameter in group.fsdp_params if group.is_unsharded else ():
             sharded, unsharded = parameter.sharded_param, parameter._unsharded_param
             hooks = sharded._backward_hooks
@@ -247,15 +252,13 @@ def _keep_alike(group: Any) -> None:
                 unsharded.requires_grad_(changed)
             trained[parameter] = sharded.requires_grad
 
-    def wait_for_unshard() -> None:
-        wait()
-        sync()
+    def patch(group: Any, wait: Callable[[], None], to_sharded: Callable[[], None]) -> None:
+        group.wait_for_unshard = lambda: (wait(), sync(group))
+        group._to_sharded = lambda: (sync(group), to_sharded())
 
-    def _to_sharded() -> None:
-        sync()
-        to_sharded()
-
-    group.wait_for_unshard, group._to_sharded = wait_for_unshard, _to_sharded
+    for group in groups:
+        patch(group, group.wait_for_unshard, group._to_sharded)
+    return partial(_unpatch, groups, "wait_for_unshard", "_to_sharded")
 
 
 @contextmanager
@@ -285,13 +288,13 @@ def reset_units(model: nn.Module) -> None:
     """Bring the units of ``model`` to where a step begins: what fails within one leaves them in the midst of it."""
     for unit in _units(model):
         unit.set_requires_gradient_sync(True, recurse=False)  # over shards and over replicas
-        for parameter in (one for group in _groups_of(unit) for one in group.fsdp_params):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
         reset = getattr(unit, "reset_iter_state", None)  # torch 2.11 has none
         if reset is not None and _state(unit)._is_root:
             reset()
+    for parameter in _sharded_below(model):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
 def make_root(unit: Any) -> None:
@@ -312,18 +315,23 @@ def _groups_below(model: nn.Module) -> list[Any]:
     return [group for unit in _units(model) for group in _groups_of(unit)]
 
 
+def _sharded_below(model: nn.Module) -> list[Any]:
+    return [parameter for group in _groups_below(model) for parameter in group.fsdp_params]
+
+
 def _groups_of(unit: Any) -> list[Any]:
     """The unit's groups of parameters, each of which is gathered and reduced as one."""
-    several = getattr(_state(unit), "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
-    return [group for group in several or [_state(unit)._fsdp_param_group] if group is not None]
+    state = _state(unit)
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
+    return [group for group in several or [state._fsdp_param_group] if group is not None]
 
 
 def _state(unit: Any) -> Any:
     return unit._get_fsdp_state()
 
 
-def _unpatch(patched: Iterable[Any], *names: str) -> None:
-    for one in patched:
+def _unpatch(objects: Iterable[Any], *names: str) -> None:
+    for one in objects:
         for name in names:
             vars(one).pop(name, None)
 
@@ -332,23 +340,11 @@ def _unpatch(patched: Iterable[Any], *names: str) -> None:
 
 #: the attribute of a module in which its wrapper is kept
 FSDP1_ROOT = "_lmp_fsdp1_root"
+#: the keyword of FSDP1's ``MixedPrecision`` by which it wraps no module (batch norms, else) apart
+LEAVE_ALL_MODULES: dict[str, Any] = {"_module_classes_to_ignore": ()}
 
 
-def flat_members(unit: Any) -> Iterator[tuple[Tensor, torch.Size]]:
-    """Each parameter in the unit's flat parameter, and its shape when whole."""
-    flat = unit._flat_param
-    if flat is not None:
-        yield from zip(flat._params, flat._shapes, strict=True)
-
-
-def leave_all_modules() -> dict[str, Any]:
-    """The keyword of FSDP1's ``MixedPrecision`` by which it wraps no module (batch norms, else) apart."""
-    return {"_module_classes_to_ignore": ()}
-
-
-def take_total_norms_by(norm: Callable[..., Tensor]) -> Callable[[], None]:
-    """Have ``clip_grad_norm_`` call ``norm(torch's own, gradients, norm_type, ...)``; what is returned ends that."""
+def total_norms_by(norm: Callable[..., Tensor]) -> AbstractContextManager[None]:
+    """Within, ``clip_grad_norm_`` calls ``norm(torch's own, gradients, norm_type, ...)``."""
     place: Any = import_module("torch.nn.utils.clip_grad")
-    own = place._get_total_norm
-    place._get_total_norm = partial(norm, own)
-    return lambda: setattr(place, "_get_total_norm", own)
+    return patched(place, _get_total_norm=partial(norm, place._get_total_norm))

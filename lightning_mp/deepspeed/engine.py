@@ -165,8 +165,7 @@ class ZeroEngine(StepEngine):
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
         split = self._writes is not None and self._writes.partitioned and not any(map(is_compiled, module.modules()))
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        away = ShardReads(names, lambda one: not one.numel())
+        away = ShardReads(module, away=lambda one: not one.numel())
         with super()._first_step(module), away if split else nullcontext():
             yield
 

@@ -46,7 +46,6 @@ from lightning_mp.deepspeed import merge
 from lightning_mp.deepspeed.engine import ZeroEngine, refuse
 from lightning_mp.deepspeed.read import load_json
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
-from lightning_mp.fsdp2.units import share_buffers
 from lightning_mp.modules import half_weights
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import HALF, to_torch
@@ -350,13 +349,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         """The last batch's hooks may have changed weights too."""
         self._engine.check_weights()
         self._release()
-        self._share_buffers()
+        self.share_buffers()
 
-    def _share_buffers(self) -> None:
-        """Rank 0's, as under DDP: the model is evaluated with what is saved."""
-        share_buffers(self._user_module, self.root_device)
-
-    on_validation_start = on_test_start = on_predict_start = _share_buffers
+    on_validation_start = on_test_start = on_predict_start = PlanStrategy.share_buffers
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -6,7 +6,7 @@ A shard is unscaled, checked and stepped as a whole parameter is; the norm and t
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_mp.errors import Fault
 from lightning_mp.fsdp2.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import grads
-from lightning_mp.plan.engine import StepEngine
+from lightning_mp.plan.engine import NOTHING, StepEngine
 
 
 class ShardedEngine(StepEngine):
@@ -45,7 +45,7 @@ class ShardedEngine(StepEngine):
         if optimizers:
             self._connected.callback(sharding_compat.sync_hooks_and_requires_grad(model))
             if self._flat_groups:
-                self._connected.callback(sum_total_norms(self, lambda: self._flat_groups))
+                self._connected.enter_context(sum_total_norms(self, lambda: self._flat_groups))
         if self.distributed:
             self.hook_watch = WholeNorms()
             units: dict[str, Any] = {
@@ -54,7 +54,7 @@ class ShardedEngine(StepEngine):
                 if unit is not model and isinstance(unit, (FSDPModule, FullyShardedDataParallel))
             }
             compiled = any(map(is_compiled, model.modules()))
-            self._reads = None if compiled else ShardReads(_pieces(model))
+            self._reads = None if compiled else ShardReads(model, sharding_compat.shards(model))
             self._connected.callback(FirstForward(model, units, self.device, compiled=compiled).release)
             if optimizers:
                 self._unused = sharding_compat.UnusedParameters(model, self.device)
@@ -74,14 +74,11 @@ class ShardedEngine(StepEngine):
     def first_step(self, method: str) -> AbstractContextManager[Any]:
         """As in the base class; what takes the shape of a sharded weight is seen to in every step."""
         around = super().first_step(method)
-        if self._reads is None:
-            return around
-        self._reads.training = method == "training_step"
-        return self._reads if isinstance(around, nullcontext) and self._reads.needed else around
+        return self._reads if around is NOTHING and self._reads and self._reads.needed else around
 
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
-        with super()._first_step(module), nullcontext() if self._reads is None else self._reads:
+        with super()._first_step(module), self._reads or NOTHING:
             yield
 
     def after_backward(self) -> None:
@@ -105,14 +102,6 @@ class ShardedEngine(StepEngine):
         parameters = grads.parameters_of(optimizer)
         self.last_norm = grads.global_norm(parameters, self.device, self._flat_groups)
         grads.clip_to_(parameters, max_norm, self.last_norm)
-
-
-def _pieces(model: nn.Module) -> dict[int, str]:
-    """The names of what this rank holds of sharded parameters, by ``id``."""
-    units = (unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel))
-    flat = (one for unit in units for one, _ in sharding_compat.flat_members(unit))
-    pieces = {id(one) for one in (*flat, *(one.shard for one in sharding_compat.GatherExtensions.of(model)))}
-    return {id(one): plain_name(name) for name, one in model.named_parameters() if id(one) in pieces}
 
 
 def flat_groups(model: nn.Module | None) -> grads.Groups:

@@ -5,7 +5,8 @@ Ranks that gather other weights than one another, or in another order, would wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -16,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.compat.torch import in_backward
-from lightning_mp.compat.torch_sharding import ranks_apart, take_total_norms_by
+from lightning_mp.compat.torch_sharding import ranks_apart, total_norms_by
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.half_weights import reads_no_value
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import map_tensors, tensors_in
 from lightning_mp.plan.alike import extremes
@@ -40,8 +41,8 @@ class WholeNorms(TorchFunctionMode):
         return result.full_tensor() if func is _NORM and isinstance(result, DTensor) else result
 
 
-def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> Callable[[], None]:
-    """Have ``clip_grad_norm_`` clip the engine's gradients by the norm over ``groups``; what is returned ends that."""
+def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> AbstractContextManager[None]:
+    """Within, ``clip_grad_norm_`` clips the engine's gradients by the norm over ``groups``."""
 
     def total(
         own: Callable[..., Tensor],
@@ -52,14 +53,14 @@ def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> C
     ) -> Tensor:
         members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         held = {id(p.grad) for optimizer in engine.optimizers for p in grads.parameters_of(optimizer)}
-        if members and not any(id(member) in held for member in members):
+        if members and held.isdisjoint(map(id, members)):
             return own(members, norm_type, error_if_nonfinite, foreach)
         norm = own(members, norm_type, False, foreach)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         plain = torch.as_tensor(whole, dtype=torch.float32, device=engine.device)
         return grads.over_shards(plain, norm_type, groups(), error_if_nonfinite=error_if_nonfinite)
 
-    return take_total_norms_by(total)
+    return total_norms_by(total)
 
 
 class ShardReads(TorchFunctionMode):
@@ -69,22 +70,29 @@ class ShardReads(TorchFunctionMode):
     ``weight.new_zeros(...)`` does, gives a plain tensor, as under DDP.
 
     Args:
-        names: of parameters, by ``id``.
+        module: whose step is watched.
+        pieces: what this rank holds of weights; ``None``: every parameter.
         away: whether one of them is sharded at that moment.
     """
 
-    def __init__(self, names: Mapping[int, str], away: Callable[[Tensor], bool] = lambda _piece: True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        pieces: Iterable[Tensor] | None = None,
+        away: Callable[[Tensor], bool] = lambda _piece: True,
+    ) -> None:
         super().__init__()
-        self._names, self._away = names, away
+        held = set(map(id, module.parameters() if pieces is None else pieces))
+        self._names = {id(one): plain_name(name) for name, one in module.named_parameters() if id(one) in held}
+        self._module, self._away = module, away
         #: a step took such a result: every one does
         self.needed = False
-        self.training = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # of what is cast like a second tensor, the values of that one are not read
         first, others = (args[:1], args[1:]) if func in _CASTS_AS else ((), args)
         # without gradients in training an optimizer makes its state, which is sharded as the weight is
-        stepping = self.training and not torch.is_grad_enabled()
+        stepping = self._module.training and not torch.is_grad_enabled()
         if not stepping and (first or reads_no_value(getattr(func, "__name__", ""))):
             plain = map_tensors([others, kwargs], self._without_values)
             self.needed |= plain[0] is not others
@@ -94,9 +102,9 @@ class ShardReads(TorchFunctionMode):
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if name is not None:
-                raise _refused(name) from error
-            raise
+            if name is None:
+                raise
+            raise _refused(name) from error
         if name is not None and isinstance(result, Tensor) and result.requires_grad and result is not given[0]:
             raise _refused(name)
         return result
@@ -118,9 +126,14 @@ def _refused(name: str) -> PlanError:
 class FirstForward:
     """Compares the ranks in the first forwards of ``root``, until ``release``; each comparison is a device sync.
 
-    ``gathers`` says of a unit that is about to run whether its weights have to be gathered. ``again``: each later
-    forward in training is compared at its end, before the backward pass gathers what a rank has used. ``group`` is over
-    whom, on ``device``; ``None``: all.
+    Args:
+        root: its first forward in training is compared, and the first in evaluation.
+        units: by name; ranks have to enter the same ones, in one order.
+        device: of the numbers that are compared.
+        gathers: whether the weights of a unit that is about to run have to be gathered.
+        compiled: whether a part is compiled, which the hooks must not be.
+        again: compare each later forward in training at its end, before backward gathers what a rank has used.
+        group: over whom; ``None``: all.
     """
 
     def __init__(
@@ -134,18 +147,17 @@ class FirstForward:
         again: bool = False,
         group: Any = None,
     ) -> None:
-        self._again, self._entered, self._group = again, list[str](), group
-        self._names, self._device, self._gathers = [*units, _END], device, gathers
-        self._active, self._known = False, set[bool]()
+        self._names, self._device, self._group = [*units, _END], device, group
+        self._gathers, self._again = gathers, again
+        self._active = False
+        #: the modes, training or not, of which the first forward was compared
+        self._known = set[bool]()
+        self._entered: list[str] = []
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
-        self._hooks: list[RemovableHandle] = [
-            *(
-                one.register_forward_pre_hook(eager(partial(self._enter, name)), prepend=True)
-                for name, one in units.items()
-            ),
-            root.register_forward_pre_hook(self._begin, prepend=True),
-            root.register_forward_hook(self._end),
-        ]
+        watched = [(unit, eager(partial(self._enter, name))) for name, unit in units.items()]
+        before = [*watched, (root, self._begin)]
+        self._hooks = [module.register_forward_pre_hook(hook, prepend=True) for module, hook in before]
+        self._hooks.append(root.register_forward_hook(self._end))
 
     def release(self) -> None:
         """Leave the modules."""
@@ -173,15 +185,16 @@ class FirstForward:
     def _compare(self, name: str) -> None:
         """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
         (first,), (last,) = extremes([self._names.index(name)], self._device, self._group)
-        if first != last:
-            one, other = (f"at {self._names[index]!r}" for index in (first, last))
-            raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
+        self._refuse_apart([self._names[first], self._names[last]])
 
     def _compare_entered(self) -> None:
         smallest, largest = extremes([crc32(repr(self._entered).encode())], self._device, self._group)
         if smallest != largest:
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, [*self._entered, _END])
-            at = next(set(places) for places in zip_longest(*ranks, fillvalue=_END) if len(set(places)) > 1)
-            one, other, *_ = (f"at {name!r}" for name in sorted(at, key=self._names.index))
-            raise PlanError([ranks_apart(f"a rank {one} when another is {other}")])
+            for places in zip_longest(*ranks, fillvalue=_END):
+                self._refuse_apart(sorted(places, key=self._names.index))
+
+    def _refuse_apart(self, places: Sequence[str]) -> None:
+        if places[0] != places[-1]:
+            raise ranks_apart(f"a rank at {places[0]!r} when another is at {places[-1]!r}")

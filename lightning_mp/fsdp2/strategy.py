@@ -36,15 +36,12 @@ from lightning_mp.fsdp2 import saving, tensor_parallel
 from lightning_mp.fsdp2.engine import ShardedEngine
 from lightning_mp.fsdp2.saving import Saves
 from lightning_mp.fsdp2.units import (
-    Sharding,
     Units,
     Wrap,
     broadcast_from_first,
     cannot_initialise,
-    check_compiled,
     materialize,
     shard,
-    share_buffers,
     units,
     whole_on_cpu,
 )
@@ -66,7 +63,7 @@ from lightning_mp.strategies.checkpoint_io import PlanStrategy
 class _InFP8:
     """What FSDP2 asks a shard for: what to send, and what to make of what came. Not copied with the shard."""
 
-    ways: sharding_compat.GatherExtensions
+    gather: sharding_compat.GatherExtension
     module: nn.Module
     emulate: bool
     local: Tensor = field(init=False)
@@ -78,7 +75,7 @@ class _InFP8:
     def before(self, mesh: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         # As bytes: gloo has no FP8.
         data = torchao.rounded(self.local.detach(), self.scale).view(torch.uint8)
-        missing = -(-self.ways.shard.shape[0] // mesh.size()) - data.shape[0]
+        missing = -(-self.gather.shard.shape[0] // mesh.size()) - data.shape[0]
         return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), self.scale
 
     def after(self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
@@ -86,19 +83,6 @@ class _InFP8:
             return torchao.weight(outputs[0], scale, dtype, emulate=self.emulate), ()
         torchao.set_scale(out, scale)
         return None
-
-
-def check_fp8_gather(how: Sharding, tensor_parallel: int, faults: Faults) -> None:
-    """Note with what else weights cannot be gathered in FP8."""
-    again = how.options.get("reshard_after_forward")
-    beside = {
-        f"tensor_parallel={tensor_parallel}": tensor_parallel > 1,
-        "cpu_offload=True": how.cpu_offload,
-        f"reshard_after_forward={again!r}": isinstance(again, int) and not isinstance(again, bool),
-        "compile=True": how.compile,
-    }
-    for given in (word for word, holds in beside.items() if holds):
-        faults.add(f"FP8(all_gather=True) with {given}", fix=f"leave out all_gather=True, or {given}")
 
 
 class FP8Gather:
@@ -109,8 +93,8 @@ class FP8Gather:
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, rule: FP8) -> None:
         owners = {id(module.weight): module for module in modules}
-        ways = (one for one in sharding_compat.GatherExtensions.of(root) if id(one.shard) in owners)
-        self._shards = [_InFP8(one, owners[id(one.shard)], rule.emulate) for one in ways]
+        gathers = (one for one in sharding_compat.GatherExtension.of(root) if id(one.shard) in owners)
+        self._shards = [_InFP8(one, owners[id(one.shard)], rule.emulate) for one in gathers]
         self._group, self._rule = group, rule
 
     @torch.no_grad()
@@ -119,14 +103,13 @@ class FP8Gather:
         in_fp8 = training or self._rule.evaluate == "fp8"
         if in_fp8:
             for one in self._shards:
-                one.local = one.ways.local()
+                one.local = one.gather.local()
             amax = torch.stack(list(norms([one.local for one in self._shards], torch.inf)))
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
             for one, scale in zip(self._shards, torchao.scales(amax).unbind(), strict=True):
                 one.scale = scale
-        for one in self._shards:
-            as_fp8 = in_fp8 and is_converted(one.module)  # one that fell back to bf16 no longer is
-            one.ways.take("fp8" if as_fp8 else "stored", (one.before, one.after) if as_fp8 else None)
+        for one in self._shards:  # of which one that fell back to bf16 is no longer converted
+            one.gather.use((one.before, one.after) if in_fp8 and is_converted(one.module) else None)
 
 
 # ------------------------------------------------------------------ the strategies
@@ -163,7 +146,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     gathers_fp8 = True
     plan_engine = ShardedEngine
     own_format = "sharded"
-    folders_are_local = False
 
     def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
         self,
@@ -196,11 +178,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             "offload_policy": offload_policy,
             "ignored_params": ignored_params,
         }
-        options = {key: value for key, value in given.items() if value is not None}
-        offloads = cpu_offload or isinstance(offload_policy, CPUOffloadPolicy)
-        self.sharding = Sharding(compile=compile, cpu_offload=offloads, options=options)
-        self._wrap = wrap
-        self._replicas_and_shards: tuple[int, int] | None = device_mesh
+        self._options = {key: value for key, value in given.items() if value is not None}
+        self._compile, self._wrap = compile, wrap
+        self._offloads = cpu_offload or isinstance(offload_policy, CPUOffloadPolicy)
+        self._mesh: tuple[int, int] | None = device_mesh
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
         self._shards, self._tp_plan = data_parallel_size, tp_plan
         self._sharded = self._backward_inside = False
@@ -223,15 +204,14 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         world = self.num_nodes * self.num_processes
         replicas, shards, size = self.degrees(world)
         if min(replicas, shards, self._tensor_parallel) < 1 or replicas * shards * size != world:
-            mesh, ranks = f"device_mesh=({replicas}, {shards})", f"{shards} data-parallel ranks"
+            ranks = f"device_mesh=({replicas}, {shards})" if self._mesh else f"{shards} data-parallel ranks"
             raise PlanError.of(
-                f"{mesh if self._replicas_and_shards else ranks} and tensor_parallel={self._tensor_parallel} with "
-                f"{world} processes",
+                f"{ranks} and tensor_parallel={self._tensor_parallel} with {world} processes",
                 f"use sizes whose product is {world}, or start {max(replicas * shards * size, 1)} processes",
                 "strategy",
             )
         self._setup_distributed()
-        sizes = {"replicate": replicas, "shard": shards} if self._replicas_and_shards else {"data_parallel": shards}
+        sizes = {"replicate": replicas, "shard": shards} if self._mesh else {"data_parallel": shards}
         sizes |= {"tensor_parallel": size} if size > 1 else {}
         kind = self.root_device.type
         self._device_mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -241,7 +221,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
         size = max(self._tensor_parallel, 1)
         shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
-        replicas, shards = self._replicas_and_shards or (1, shards)
+        replicas, shards = self._mesh or (1, shards)
         return replicas, shards, size
 
     @property
@@ -256,19 +236,24 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     ) -> tuple[Units, dict[str, ParallelStyle]] | None:
         """The units, and the tensor-parallel style of each module by name; ``None`` where it is sharded already."""
         refuse_callbacks(module, "sharded weights", faults)
-        refuse_weights(module, faults, self.sharding.options.get("ignored_params", ()))
+        refuse_weights(module, faults, self._options.get("ignored_params", ()))
         if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
             return None
-        stored, split = engine.stored_dtypes(), {}
-        cut = units(module, self._wrap, engine.pin_map, stored, faults, together=engine.policy.storage_dtype)
-        if self._tensor_parallel > 1:
-            split = tensor_parallel.styles(module, self._tp_plan, self._tensor_parallel, faults)
-        if self.sharding.compile:
-            check_compiled(module, cut, engine.recomputed, faults)
+        storage, size = engine.policy.storage_dtype, self._tensor_parallel
+        cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults, together=storage)
+        split = tensor_parallel.styles(module, self._tp_plan, size, faults) if size > 1 else {}
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
-            check_fp8_gather(self.sharding, self._tensor_parallel, faults)
+            again = self._options.get("reshard_after_forward")
+            for given, holds in (
+                (f"tensor_parallel={self._tensor_parallel}", self._tensor_parallel > 1),
+                ("cpu_offload=True", self._offloads),
+                (f"reshard_after_forward={again!r}", type(again) is int),
+                ("compile=True", self._compile),
+            ):
+                if holds:
+                    faults.add(f"FP8(all_gather=True) with {given}", fix=f"leave out all_gather=True, or {given}")
         cannot_initialise(module, faults)
         return cut, split
 
@@ -283,7 +268,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fitting and not self.sharding.cpu_offload:
+        if fitting and not self._offloads:
             optimizers_to_device(self.optimizers, self.root_device)
 
     def prepare_and_shard(self) -> None:
@@ -297,10 +282,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
                 if self._tensor_parallel > 1:  # on whole weights
                     mesh = self.device_mesh["tensor_parallel"]
                     tensor_parallel.parallelize(module, styles, mesh, partial(self._make_whole, module))
-                if self.sharding.compile:  # after checkpointing, before sharding: FSDP's hooks stay eager
-                    for block in units.blocks:
-                        block.compile()
-                shard(module, units, self._shard_mesh, self.root_device, plan.policy, self.sharding)
+                for block in units.blocks if self._compile else ():  # before sharding: FSDP's hooks stay eager
+                    block.compile()
+                how: dict[str, Any] = {"cpu_offload": self._offloads, **self._options}
+                shard(module, units, self._shard_mesh, self.root_device, plan.policy.reduce_dtype, **how)
             self._sharded = True
         assert plan.engine is not None
         # Units know now which weights they gather, and by what extension.
@@ -338,7 +323,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
                 self._gather_halves((), plan_of(self).policy)
 
     def model_to_device(self) -> None:
-        if not self.sharding.cpu_offload:
+        if not self._offloads:
             super().model_to_device()
             return
         for buffer in self._user_module.buffers():  # parameters stay where they are offloaded to
@@ -403,11 +388,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if self._backward_inside and closure_loss.requires_grad:
             sharding_compat.before_backward_from(closure_loss, self._user_module)
 
-    def _share_buffers(self) -> None:
-        """Rank 0's, as under DDP: the model is evaluated with what is saved."""
-        share_buffers(self._user_module, self.root_device)
-
-    on_validation_start = on_test_start = on_predict_start = on_train_end = _share_buffers
+    on_validation_start = on_test_start = on_predict_start = on_train_end = PlanStrategy.share_buffers
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -444,7 +425,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collect the weights, and the first rank's buffers."""
-        self._share_buffers()
+        self.share_buffers()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -472,9 +453,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             for index, optimizer in enumerate(self.optimizers)
             for parameter in parameters_of(optimizer)
         }
-        return "state_dict" in {entry.partition(".")[0] for entry in held} and wanted <= {
-            entry.rpartition(".")[0] for entry in held
-        }
+        ours = any(entry.startswith("state_dict.") for entry in held)
+        return ours and wanted <= {entry.rpartition(".")[0] for entry in held}
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -486,6 +466,6 @@ class PlanHSDPStrategy(PlanFSDP2Strategy):
 
     def setup_environment(self) -> None:
         """As without replicas, over the nodes where no mesh is given."""
-        if self._replicas_and_shards is None:
-            self._replicas_and_shards = (self.num_nodes, max(self.num_processes // max(self._tensor_parallel, 1), 1))
+        if self._mesh is None:
+            self._mesh = (self.num_nodes, max(self.num_processes // max(self._tensor_parallel, 1), 1))
         super().setup_environment()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,6 @@ from lightning_mp.modules.patterns import (
 )
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
-from lightning_mp.policy import PrecisionPolicy
 
 #: what makes a module a unit where nothing else says so: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy's
 SIZE_OF_A_UNIT = 100_000_000
@@ -62,14 +62,14 @@ def units(
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
     apart += [one.module for one in pin_map.declared]
     # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
-    called = {id(one): one for module in apart for one in called_in(module, through_sequential=True)}
+    called = dict.fromkeys(one for module in apart for one in called_in(module, through_sequential=True))
     # an attention reads its children's weights without calling them, so that no hook of theirs would gather
     attentions = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
-    read = {id(child) for attention in attentions for child in attention.children()}
-    pinned = [module for key, module in called.items() if _can_be_unit(module) and key not in read]
+    read = {child for attention in attentions for child in attention.children()}
+    pinned = [module for module in called if _can_be_unit(module) and module not in read]
     chosen = _keep_ties_together(root, blocks if wrap is not None else (), (*blocks, *pinned), faults)
-    depth = {id(module): name.count(".") for name, module in named_submodules(root)}
-    inner = sorted(chosen, key=lambda module: -depth[id(module)])
+    depth = {module: name.count(".") for name, module in named_submodules(root)}
+    inner = sorted(chosen, key=lambda module: -depth[module])
     _check_dtypes(root, inner, stored, faults)
     return Units(tuple(block for block in blocks if block in chosen), tuple(inner))
 
@@ -78,26 +78,24 @@ def units(
 
 
 def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
+    """The modules to wrap, in definition order, which usually is the order they run in."""
     if wrap is None:  # what transformers models name themselves
         present = {original_class(module).__name__ for module in root.modules()}
         given: Sequence[Any] = [n for m in root.modules() for n in block_classes(m) if n in present]
-        if not given:
-            return _by_size(root)
     else:
         given = [wrap] if isinstance(wrap, (str, type)) else list(wrap)
-    found: list[nn.Module] = []
+    chosen = set[nn.Module]() if given else _by_size(root)
     for item in dict.fromkeys(given):
         matched = _matching(root, item)
         if not matched and wrap is not None:
             no_match(item if isinstance(item, str) else item.__name__, root, "wrap=", faults)
-        found += matched
-    return _in_order(root, found)
+        chosen |= matched
+    return [module for module in root.modules() if module in chosen]
 
 
-def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
+def _matching(root: nn.Module, item: str | type[nn.Module]) -> set[nn.Module]:
     """What ``item`` matches; of nested matches the outermost, and what a ``ModuleList`` or a ``Sequential`` holds."""
-    found: dict[int, nn.Module] = {}
-    covered: list[str] = []
+    matched, covered = set[nn.Module](), list[str]()
     for name, module in named_submodules(root):
         cls = original_class(module)
         means = matches(item, name, module) if isinstance(item, str) else issubclass(cls, item)
@@ -106,30 +104,23 @@ def _matching(root: nn.Module, item: str | type[nn.Module]) -> list[nn.Module]:
         covered.append(name)
         # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
         tops = module.children() if cls is nn.Sequential else (module,)
-        inside = (called for top in tops for called in called_in(top))
-        found.update((id(called), called) for called in inside if _can_be_unit(called))
-    return list(found.values())
+        matched.update(filter(_can_be_unit, (called for top in tops for called in called_in(top))))
+    return matched
 
 
-def _in_order(root: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules once, in definition order, which usually is the order they run in."""
-    ids = set(map(id, chosen))
-    return [module for module in root.modules() if id(module) in ids]
-
-
-def _by_size(root: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
+def _by_size(root: nn.Module) -> set[nn.Module]:
+    large = set[nn.Module]()
 
     def left_over(module: nn.Module) -> int:
         inside = sum(left_over(child) for child in module.children())
         own = inside + sum(parameter.numel() for parameter in module.parameters(recurse=False))
         if own < SIZE_OF_A_UNIT or module is root or not has_own_forward(module):
             return own
-        found.append(module)
+        large.add(module)
         return 0
 
     left_over(root)
-    return _in_order(root, found)
+    return large
 
 
 def _can_be_unit(module: nn.Module) -> bool:
@@ -139,11 +130,11 @@ def _can_be_unit(module: nn.Module) -> bool:
 # ------------------------------------------------------------------ ties and dtypes
 
 
-def _held(root: nn.Module, chosen: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _held(root: nn.Module, chosen: Collection[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """The unit, the name and the value of every parameter, at each of its places."""
-    ids, owner = set(map(id, chosen)), dict[str, nn.Module]()
+    owner: dict[str, nn.Module] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        owner[name] = module if id(module) in ids or not name else owner[name.rpartition(".")[0]]
+        owner[name] = module if module in chosen or not name else owner[name.rpartition(".")[0]]
         for key, parameter in module.named_parameters(recurse=False):
             yield owner[name], f"{name}.{key}".strip("."), parameter
 
@@ -157,34 +148,34 @@ def _keep_ties_together(
     embeddings, whose table is its head), is then no unit, and its weights fall to the unit around it (in which their
     dtype is checked).
     """
-    chosen = list({id(module): module for module in candidates}.values())
-    fixed, names = set(map(id, asked)), {id(module): name for name, module in named_submodules(root)}
+    chosen = dict.fromkeys(candidates)
     while True:
-        holders: dict[int, set[int]] = {}
+        holders: dict[int, set[nn.Module]] = {}
         for unit, _, parameter in _held(root, chosen):
-            holders.setdefault(id(parameter), set()).add(id(unit))
-        split = {key for units in holders.values() if len(units) > 1 for key in units} - {id(root)}
-        if not split - fixed:
+            holders.setdefault(id(parameter), set()).add(unit)
+        split = {unit for units in holders.values() if len(units) > 1 for unit in units} - {root}
+        if split <= set(asked):
             break
-        chosen = [module for module in chosen if id(module) not in split - fixed]
-    for unit in (one for one in chosen if id(one) in split):
-        faults.add(
-            f"wrap= makes {names[id(unit)]!r} a shard unit, which shares a weight with another unit",
-            fix="wrap a module that holds all owners, or none of them",
-        )
-    return chosen
+        chosen = dict.fromkeys(module for module in chosen if module not in split or module in asked)
+    for name, unit in named_submodules(root):
+        if unit in split:
+            faults.add(
+                f"wrap= makes {name!r} a shard unit, which shares a weight with another unit",
+                fix="wrap a module that holds all owners, or none of them",
+            )
+    return list(chosen)
 
 
 def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, faults: Faults) -> None:
     """One unit is gathered and reduced as one: its trainable parameters share a dtype."""
-    names: dict[int, str] = {id(module): name for name, module in named_submodules(root)}
-    held: dict[int, dict[torch.dtype, str]] = {}
+    names = {module: repr(name) for name, module in named_submodules(root)}
+    held: dict[nn.Module, dict[torch.dtype, str]] = {}
     for unit, name, parameter in _held(root, inner):
         if parameter.requires_grad and parameter.is_floating_point():
-            held.setdefault(id(unit), {}).setdefault(stored(parameter), name)
+            held.setdefault(unit, {}).setdefault(stored(parameter), name)
     for unit, dtypes in held.items():
         if len(dtypes) > 1:
-            where = repr(names[unit]) if unit in names else "of the whole model"
+            where = names.get(unit, "of the whole model")
             given = " and ".join(f"{place} in {str(dtype).removeprefix('torch.')}" for dtype, place in dtypes.items())
             faults.add(
                 f"the shard unit {where} would hold two dtypes, and cannot be split: {given}",
@@ -193,31 +184,7 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
             )
 
 
-def check_compiled(root: nn.Module, cut: Units, recomputed: Iterable[nn.Module], faults: Faults) -> None:
-    """Note a unit within a checkpointed part of a block that is to be compiled.
-
-    A gather breaks the graph, and dynamo runs a checkpointed region whose graph breaks in eager mode, the whole frame.
-    """
-    compiled, inner = {part for block in cut.blocks for part in block.modules()}, set(cut.inner) - set(cut.blocks)
-    within = {part for module in recomputed if module in compiled for part in module.modules()}
-    gathered = next((name for name, module in named_submodules(root) if module in inner & within), None)
-    if gathered is not None:
-        faults.add(
-            f"compile=True with checkpointing of a block in which {gathered!r} is a shard unit of its own",
-            fix="leave out compile=True or checkpointing, or pin under a mixed mode, where no pin to fp32 is a unit",
-        )
-
-
 # ------------------------------------------------------------------ weights that every rank has alike
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """How a model is sharded; ``fully_shard``'s own keywords are in ``options``."""
-
-    compile: bool = False
-    cpu_offload: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
@@ -242,20 +209,27 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
 
 
 def shard(
-    model: nn.Module, units: Units, mesh: DeviceMesh, device: torch.device, policy: PrecisionPolicy, how: Sharding
+    model: nn.Module,
+    units: Units,
+    mesh: DeviceMesh,
+    device: torch.device,
+    reduce_dtype: str,
+    *,
+    cpu_offload: bool = False,
+    **options: Any,
 ) -> None:
     """Shard ``model`` in place over ``mesh``, of which this process has ``device``, unit by unit, inner ones first.
 
-    No ``param_dtype``: it would change what norms and embeddings run in, and a step would no longer be that of DDP.
+    ``options`` are ``fully_shard``'s. No ``param_dtype``: it would change what norms and embeddings run in, and a step
+    would no longer be that of DDP.
     """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.cpu_offload else OffloadPolicy()
-    options: dict[str, Any] = {
+    options = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=to_torch(policy.reduce_dtype), cast_forward_inputs=False),
-        "offload_policy": offload,
-        **how.options,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=to_torch(reduce_dtype), cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy(),
+        **options,
     }
-    place = torch.device("cpu") if how.cpu_offload else device
+    place = torch.device("cpu") if cpu_offload else device
     for unit in units.inner:
         materialize(unit, model, place, device)
         fully_shard(unit, **options)
@@ -335,9 +309,8 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 def _marked(tensor: Tensor, place: torch.device) -> Tensor:
     """A tensor like it at ``place``, of NaN where it is floating: a mark of not being initialised."""
-    new: Tensor = torch.empty_like(tensor.detach(), device=place)
-    if new.dtype in _FLOATING:
-        new.fill_(float("nan"))
+    mark = math.nan if tensor.dtype in _FLOATING else 0
+    new = torch.full_like(tensor.detach(), mark, device=place)
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     for key, value in vars(tensor).items():

@@ -25,7 +25,7 @@ class PipelineEngine(StepEngine):
         """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
         super().connect(model, optimizers)
         if optimizers:
-            self._connected.callback(sum_total_norms(self, lambda: self._stages))
+            self._connected.enter_context(sum_total_norms(self, lambda: self._stages))
 
     @property
     def _stages(self) -> grads.Groups:

@@ -36,7 +36,6 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.fsdp2.units import (
-    Sharding,
     broadcast_from_first,
     materialize,
     shard,
@@ -276,7 +275,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         for part in self._parts.values() if self._shards_stages else ():
             with Faults("strategy") as faults:
                 units = units_of(part, engine, faults)
-            shard(part, units, self.device_mesh["data_parallel"], device, engine.policy, Sharding())
+            shard(part, units, self.device_mesh["data_parallel"], device, engine.policy.reduce_dtype)
 
     def model_to_device(self) -> None:
         """It is there; what other stages hold must not be made here."""
@@ -333,13 +332,12 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         self._user_module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
 
-    def _share_buffers(self) -> None:
-        """The first replica's, as under DDP: the model is evaluated with what is saved."""
-        if self.replica_group.size() > 1:
-            for part in self._parts.values():
-                share_buffers(part, self.root_device, self.replica_group)
+    def share_buffers(self) -> None:
+        """Broadcast those of the first replica."""
+        for part in self._parts.values() if self.replica_group.size() > 1 else ():
+            share_buffers(part, self.root_device, self.replica_group)
 
-    on_validation_start = on_test_start = on_train_end = _share_buffers
+    on_validation_start = on_test_start = on_train_end = share_buffers
 
     def teardown(self) -> None:
         """As the host does; the stages stay where they are."""
@@ -353,7 +351,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of all stages on the CPU of rank 0; those of this rank on others."""
-        self._share_buffers()
+        self.share_buffers()
         assert self._cut is not None
         homes, size, every = self._cut.homes, self.stage_group.size(), self._user_module.state_dict()
         rank = dist.get_rank(self.stage_group)

@@ -24,6 +24,7 @@ from lightning_mp.checkpoints.formats import (
 from lightning_mp.compat.lightning import TorchCheckpointIO, TrainerFn, rank_zero_info, trainer_of
 from lightning_mp.compat.torch import last_rates
 from lightning_mp.errors import Faults
+from lightning_mp.fsdp2.units import share_buffers
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
@@ -39,8 +40,6 @@ class PlanStrategy(RunsPlan):
 
     #: the format that the host strategy reads itself, if any
     own_format: Kind | None = "file"
-    #: whether folders go to a local disk alone
-    folders_are_local = True
 
     @property
     def saves_folders(self) -> bool:
@@ -48,12 +47,12 @@ class PlanStrategy(RunsPlan):
         return False
 
     def check_remote_folders(self, faults: Faults) -> None:
-        """Note a remote folder that a ModelCheckpoint of the fit would save folders of shards to."""
+        """Note a remote folder that a ModelCheckpoint of the fit would save DeepSpeed's files to."""
         trainer = trainer_of(self.lightning_module)
-        if not self.saves_folders or trainer is None or trainer.state.fn != TrainerFn.FITTING:
-            return
-        folders: set[Any] = {getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks}
-        for folder in (folder for folder in sorted(filter(None, folders)) if is_remote_path(folder)):
+        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        saving: list[Any] = cast("Any", trainer).checkpoint_callbacks if fitting else []
+        folders = dict.fromkeys(getattr(callback, "dirpath", None) or "" for callback in saving)
+        for folder in filter(is_remote_path, folders):
             problem, fix = _remote(folder)
             faults.add(problem, fix=fix)
 
@@ -69,7 +68,7 @@ class PlanStrategy(RunsPlan):
             "world_size": getattr(self, "world_size", 1),
         }
         path = str(without_file_protocol(self.broadcast(filepath)))
-        if self.saves_folders and self.folders_are_local and is_remote_path(path):
+        if self.own_format == "deepspeed" and is_remote_path(path):
             raise CheckpointFormatError(*_remote(path))
         if self.saves_folders:
             self._save_folder(checkpoint, path, storage_options)
@@ -88,6 +87,10 @@ class PlanStrategy(RunsPlan):
         if first_of_node:
             folders.finish(path)
 
+    def share_buffers(self) -> None:
+        """Broadcast rank 0's saved buffers, as under DDP: the model is evaluated with what is saved."""
+        share_buffers(self._user_module, cast("Any", self).root_device)
+
     def stored_dtypes(self) -> dict[str, str]:
         """The short dtype name of every floating parameter and buffer."""
         named = (*self._user_module.named_parameters(), *self._user_module.named_buffers())
@@ -101,18 +104,17 @@ class PlanStrategy(RunsPlan):
         """
         path = str(without_file_protocol(self.broadcast(checkpoint_path)))
         with self._optimizers_while_fitting():
-            own = self.reads(path)
-            if own and self.own_format != "file":
-                return self.load_folder(path, weights_only)
-            if own or self._format(path) is None:
+            if self._format(path) != "file":
+                if self.reads(path):
+                    return self.load_folder(path, weights_only)
+                checkpoint = read_full(path, weights_only=weights_only)
+            else:
                 # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
                 device = {} if self._users_io else {"map_location": "cpu"}
                 checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only, **cast("Any", device))
-                if own:
+                if self.own_format == "file":
                     return checkpoint
                 checkpoint["state_dict"] = plain_names(checkpoint["state_dict"])
-            else:
-                checkpoint = read_full(path, weights_only=weights_only)
             if left_out := checkpoint.pop("optimizer_left_out", None):
                 rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
             self.load_full(checkpoint)
@@ -137,15 +139,14 @@ class PlanStrategy(RunsPlan):
     def _users_io(self) -> bool:
         return type(self.checkpoint_io) is not TorchCheckpointIO
 
-    def _format(self, path: Any) -> Kind | None:
-        """What lies at ``path``; ``None`` if a CheckpointIO alone reads it: a file elsewhere, or a user's plugin."""
+    def _format(self, path: Any) -> Kind:
+        """What lies at ``path``; a "file" is what the CheckpointIO reads, a user's plugin whatever it wrote."""
         try:
-            kind = kind_of(path)
+            return kind_of(path)
         except CheckpointFormatError:
             if self._users_io:
-                return None
+                return "file"
             raise
-        return None if kind == "file" and (self._users_io or is_remote_path(path)) else kind
 
     def reads(self, path: Any) -> bool:
         """Whether the host strategy can be left to read what lies at ``path``.
@@ -153,7 +154,7 @@ class PlanStrategy(RunsPlan):
         Raises:
             CheckpointFormatError: nothing at the path is a checkpoint.
         """
-        return (self._format(path) or "file") == self.own_format
+        return self._format(path) == self.own_format
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Load a full checkpoint where Lightning leaves that to the strategy."""
@@ -170,9 +171,8 @@ class PlanStrategy(RunsPlan):
         module, full = self._user_module, checkpoint.pop("state_dict")
         here, strict = module.state_dict(), module.strict_loading
         gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_remote(one)}
-        if gone and strict and here.keys() != full.keys():
-            apart = ", ".join(sorted(here.keys() ^ full.keys()))
-            raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {apart}")
+        if gone and strict and (apart := here.keys() ^ full.keys()):
+            raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {', '.join(sorted(apart))}")
         shards = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
         module.load_state_dict(shards, strict=strict and not gone)
         states: list[Any] = checkpoint.get("optimizer_states") or []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 from torch import nn
@@ -31,7 +31,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.compat.torch_sharding import FSDP1_ROOT
 from lightning_mp.errors import Faults
 from lightning_mp.fsdp2.engine import ShardedEngine
-from lightning_mp.fsdp2.units import Wrap, broadcast_from_first, share_buffers, units
+from lightning_mp.fsdp2.units import Wrap, broadcast_from_first, units
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
@@ -92,7 +92,7 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             reduce_dtype=to_torch(plan_of(self).policy.reduce_dtype),
             cast_forward_inputs=False,
             cast_root_forward_inputs=False,
-            **sharding_compat.leave_all_modules(),
+            **sharding_compat.LEAVE_ALL_MODULES,
         )
 
     def check_plan(self, engine: StepEngine, module: Any, faults: Faults) -> Any:
@@ -106,9 +106,8 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             faults.add("automatic_optimization=False under FSDP1", fix="use strategy='mp_fsdp2' or 'mp_ddp'")
         if FSDP1_ROOT in vars(module):
             if fitting or any(parameter.dtype != stored for parameter in module.parameters()):
-                faults.add(
-                    "another fit, or plan, of a module that FSDP1 wrapped", fix=f"make a new module, or {_INSTEAD}"
-                )
+                given = "another fit, or plan, of a module that FSDP1 wrapped"
+                faults.add(given, fix=f"make a new module, or {_INSTEAD}")
             return None
         if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
             faults.add(
@@ -117,15 +116,15 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             )
             return None
         refuse_weights(module, faults)
+        dtype_of = engine.stored_dtypes()
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 faults.add(f"{name!r} on the meta device with FSDP1", fix=_INSTEAD)
-            elif not parameter.is_floating_point() or engine.stored_dtypes()(parameter) != stored:
+            elif not parameter.is_floating_point() or dtype_of(parameter) != stored:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 faults.add(f"parameter {name!r} in {dtype} with FSDP1, whose units have one dtype", fix=_INSTEAD)
-        cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults)
-        chosen = set(map(id, cut.inner))
-        return CustomPolicy(lambda submodule: id(submodule) in chosen)
+        cut = units(module, self._wrap, engine.pin_map, dtype_of, faults)
+        return CustomPolicy(set(cut.inner).__contains__)
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, make the optimizers on whole parameters, which wrapping keeps as objects, then wrap."""
@@ -139,93 +138,80 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         if FSDP1_ROOT not in vars(module):
-            vars(module)[FSDP1_ROOT] = self._wrap_units(module, policy)
+            broadcast_from_first(module, self.root_device)
+            # there is nowhere to offload to from the CPU, and torch would pin memory for it
+            on_cpu = self.root_device.type == "cpu"
+            vars(module)[FSDP1_ROOT] = FullyShardedDataParallel(
+                module,
+                cpu_offload=CPUOffload(offload_params=False) if on_cpu else self.cpu_offload,
+                mixed_precision=self.mixed_precision_config,
+                sharding_strategy=self.sharding_strategy,
+                device_id=self.root_device,
+                auto_wrap_policy=policy,
+                **self.kwargs,
+            )
+            move_torchmetrics_to_device(vars(module)[FSDP1_ROOT], self.root_device)
         self.model = vars(module)[FSDP1_ROOT]
         self.barrier()
         self.setup_precision_plugin()
         if fitting and not self.cpu_offload.offload_params:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _wrap_units(self, model: nn.Module, policy: Any) -> FullyShardedDataParallel:
-        broadcast_from_first(model, self.root_device)
-        root = FullyShardedDataParallel(
-            model,
-            # there is nowhere to offload to from the CPU, and torch would pin memory for it
-            cpu_offload=CPUOffload(offload_params=False) if self.root_device.type == "cpu" else self.cpu_offload,
-            mixed_precision=self.mixed_precision_config,
-            sharding_strategy=self.sharding_strategy,
-            device_id=self.root_device,
-            auto_wrap_policy=policy,
-            **self.kwargs,
-        )
-        move_torchmetrics_to_device(root, self.root_device)
-        return root
-
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """``wrap()`` in ``configure_model`` does nothing: flat parameters could no longer be cast."""
         yield
 
-    def _share_buffers(self) -> None:
-        """A batch norm evaluates with the first rank's statistics, which are those that are saved."""
-        share_buffers(self._user_module, self.root_device)
-
-    on_validation_start = on_test_start = on_predict_start = on_train_end = _share_buffers
+    on_validation_start = on_test_start = on_predict_start = on_train_end = PlanStrategy.share_buffers
 
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._share_buffers()
-        with self._whole_states():
-            return self._wrapped.state_dict()
+        self.share_buffers()
+        with self._whole_states() as root:
+            return root.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collect the state, numbered by the optimizer's own groups, as any optimizer loads it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        with self._whole_states():
-            state = FullyShardedDataParallel.optim_state_dict(self._wrapped, optimizer)
+        with self._whole_states() as root:
+            state = FullyShardedDataParallel.optim_state_dict(root, optimizer)
         return rekeyed(state) if self.global_rank == 0 else state
 
-    @property
-    def _wrapped(self) -> FullyShardedDataParallel:
-        assert isinstance(self.model, FullyShardedDataParallel)
-        return self.model
-
-    def _whole_states(self, *, loading: bool = False) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _whole_states(self, *, loading: bool = False) -> Generator[FullyShardedDataParallel, None, None]:
         """Whole state dicts; the memory of a CPU cannot be offloaded to the CPU: torch crashes on it."""
+        root = cast("FullyShardedDataParallel", self.model)
         how = {"offload_to_cpu": self.root_device.type != "cpu", "rank0_only": not loading}
         configs = FullStateDictConfig(**how), FullOptimStateDictConfig(**how)
-        return FullyShardedDataParallel.state_dict_type(self._wrapped, StateDictType.FULL_STATE_DICT, *configs)
+        with FullyShardedDataParallel.state_dict_type(root, StateDictType.FULL_STATE_DICT, *configs):
+            yield root
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
         """Shard whole weights, and while fitting whole optimizer states, into what this rank holds."""
         module = self._user_module
-        with self._whole_states(loading=True):
-            self._wrapped.load_state_dict(checkpoint.pop("state_dict"), strict=module.strict_loading)
+        with self._whole_states(loading=True) as root:
+            root.load_state_dict(checkpoint.pop("state_dict"), strict=module.strict_loading)
             if module.trainer.state.fn != TrainerFn.FITTING:
                 return
             states: Sequence[Any] = checkpoint.get("optimizer_states") or ()
             if not states:
                 set_learning_rates(self.optimizers, checkpoint)
             # Lightning takes the numbers for places in the *model*, which they are not where there are several groups.
-            names = {id(parameter): plain_name(name) for name, parameter in self._wrapped.named_parameters()}
+            names = {id(parameter): plain_name(name) for name, parameter in root.named_parameters()}
             for optimizer, state in zip(self.optimizers if states else (), states, strict=True):
                 named = rekeyed(state, [names[id(parameter)] for parameter in parameters_of(optimizer)])
-                to_load = FullyShardedDataParallel.optim_state_dict_to_load(self._wrapped, optimizer, named)
-                optimizer.load_state_dict(to_load)
+                optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, named))
 
 
 @contextmanager
 def _unwrapped(module: nn.Module) -> Generator[None, None, None]:
     """Take the wrappers of an earlier run out of the tree meanwhile: names and classes are those the user wrote."""
-    taken = [
-        (parent, name, child)
-        for parent in list(module.modules())
-        if not isinstance(parent, FullyShardedDataParallel)
-        for name, child in parent.named_children()
-        if isinstance(child, FullyShardedDataParallel)
-    ]
+    wrapped = FullyShardedDataParallel
+    parents = [parent for parent in module.modules() if not isinstance(parent, wrapped)]
+    children = [(parent, *named) for parent in parents for named in parent.named_children()]
+    taken = [(parent, name, child) for parent, name, child in children if isinstance(child, wrapped)]
     for parent, name, child in taken:
         setattr(parent, name, child.module)
     try:

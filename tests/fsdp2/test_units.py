@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from conformance.families import FAMILIES
 from lightning_mp import PlanError
 from lightning_mp.errors import Faults
-from lightning_mp.fsdp2 import units as sharding
+from lightning_mp.fsdp2.units import units
 from lightning_mp.modules import pins
-from lightning_mp.numerics.dtypes import dtype_name
+from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.policy import Pin
 from support import hf
 
@@ -51,26 +51,13 @@ def cut(
     root: nn.Module, wrap: Any = None, pinned: dict[str, str] | None = None, storage: torch.dtype = torch.float32
 ) -> tuple[list[str], list[str]]:
     """The names of blocks and of all inner units; PlanError for faults."""
-    faults = Faults()
-    found = _units(root, wrap, pinned or {}, storage, faults)[0]
-    faults.raise_if_any()
-    return _names(root, found.blocks), _names(root, found.inner)
-
-
-def _units(root: nn.Module, wrap: Any, pinned: dict[str, str], storage: torch.dtype, faults: Faults) -> Any:
-    given = [Pin(pattern, dtype) for pattern, dtype in pinned.items()]
-    pin_map = pins.resolve(root, given, faults, dtype_name(storage))
-    dtypes = {key: {"fp32": torch.float32, "bf16": torch.bfloat16}[name] for key, name in pin_map.dtypes().items()}
-
-    def stored(parameter: Tensor) -> torch.dtype:
-        return dtypes.get(id(parameter), storage)
-
-    return sharding.units(root, wrap, pin_map, stored, faults), stored
-
-
-def _names(root: nn.Module, modules: Any) -> list[str]:
-    names = {id(module): name for name, module in root.named_modules()}
-    return [names[id(module)] for module in modules]
+    given = [Pin(pattern, dtype) for pattern, dtype in (pinned or {}).items()]
+    with Faults() as faults:
+        pin_map = pins.resolve(root, given, faults, dtype_name(storage))
+        dtypes = {key: to_torch(name) for key, name in pin_map.dtypes().items()}
+        found = units(root, wrap, pin_map, lambda parameter: dtypes.get(id(parameter), storage), faults)
+    names = {module: name for name, module in root.named_modules()}
+    return [names[module] for module in found.blocks], [names[module] for module in found.inner]
 
 
 @pytest.mark.parametrize(
@@ -152,21 +139,3 @@ def test_what_is_in_a_pinned_sequential_is_a_unit_each() -> None:
     """Code may never call the container."""
     root = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(Block())), "head": Block()})
     assert cut(root, "head", {"stem": "fp32"}) == (["head"], ["stem.2.0", "stem.0", "head"])
-
-
-@pytest.mark.parametrize(
-    ("pinned", "recomputed", "refused"),
-    [
-        ({"norm": "fp32"}, "layers.0", True),
-        ({"norm": "fp32"}, "layers", False),  # around what is compiled
-        ({"norm": "fp32"}, "layers.0.up", False),
-        ({"head": "fp32"}, "layers.0", False),
-        ({}, "layers.0", False),
-    ],
-)
-def test_a_unit_in_a_checkpointed_part_is_not_compiled(pinned: dict[str, str], recomputed: str, refused: bool) -> None:
-    """``compile=True``, of which nothing would be left there."""
-    root, faults = Model(), Faults()
-    found = _units(root, Block, pinned, torch.bfloat16, faults)[0]
-    sharding.check_compiled(root, found, [root.get_submodule(recomputed)], faults)
-    assert ["'layers.0.norm'" in fault.problem for fault in faults.found] == [True] * refused
