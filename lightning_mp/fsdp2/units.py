@@ -53,16 +53,21 @@ def units(
 ) -> Units:
     """Cut ``root`` into units without changing anything.
 
-    ``wrap`` are module classes, their names, or patterns; ``None`` takes transformers' ``_no_split_modules``, else
-    modules of 100M parameters. ``stored`` tells the dtype a parameter will be stored in. What is pinned to ``together``
-    stays in the unit around it. Patterns that match nothing and units that would hold two dtypes are noted in
-    ``faults``.
+    Args:
+        root: the module, or a part of that which ``pin_map`` was made for.
+        wrap: module classes, their names, or patterns; ``None`` takes transformers' ``_no_split_modules``, else modules
+            of 100M parameters.
+        pin_map: the pins.
+        stored: tells the dtype a parameter will be stored in.
+        faults: takes patterns that match nothing, and units that would hold two dtypes.
+        together: what is pinned to this dtype stays in the unit around it.
     """
     blocks = _blocks(root, wrap, faults)
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
     apart += [one.module for one in pin_map.declared]
+    inside = {*root.modules()}
     # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
-    called = dict.fromkeys(one for module in apart for one in called_in(module, through_sequential=True))
+    called = dict.fromkeys(one for part in apart if part in inside for one in called_in(part, through_sequential=True))
     # an attention reads its children's weights without calling them, so that no hook of theirs would gather
     attentions = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
     read = {child for attention in attentions for child in attention.children()}

@@ -6,34 +6,33 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import floating_in, map_tensors, tensors_in
 from lightning_mp.pipeline.stages import Part
+from lightning_mp.plan.alike import extremes
 
-
-class Kind(NamedTuple):
-    """A schedule of torch's, which one evaluates like it, and whether they run several stages on a rank."""
-
-    trains: Any
-    evaluates: Any
-    several: bool = False
-
-
-SCHEDULES = {
-    "gpipe": Kind(pipelining.ScheduleGPipe, pipelining.ScheduleGPipe),
-    "1f1b": Kind(pipelining.Schedule1F1B, pipelining.ScheduleGPipe),
-    "interleaved_1f1b": Kind(pipelining.ScheduleInterleaved1F1B, pipelining.ScheduleLoopedBFS, True),
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
 }
+
+
+def runs_several(schedule: str) -> bool:
+    """Whether a schedule runs several stages on a rank."""
+    return issubclass(SCHEDULES[schedule], PipelineScheduleMulti)
 
 
 class WatchedStage(PipelineStage):
@@ -69,7 +68,8 @@ class Pipeline:
 
     #: the user's, which says what goes in, what comes out, and the loss
     module: LightningModule
-    kind: Kind
+    #: a key of ``SCHEDULES``
+    schedule: str
     #: the stages on this rank, by index
     parts: dict[int, Part]
     #: stages in all, virtual ones included
@@ -114,7 +114,17 @@ class Pipeline:
         place = self.module.trainer.current_epoch, training
         if self._compared != place:
             self._compared = place
-            self._check_alike(tensors)
+            # of whole numbers, so that no order of a sum is in it; a copy to the host once an epoch
+            digests = [
+                crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) for tensor in tensors
+            ]
+            smallest, largest = extremes(digests, self.device, self.group)
+            if smallest != largest:
+                raise refused(
+                    "other batches on one stage than on another",
+                    "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank "
+                    "of trainer.strategy.distributed_sampler_kwargs",
+                )
         return inputs, target
 
     def _check_shapes(self, rows: int, shapes: list[torch.Size]) -> None:
@@ -127,24 +137,6 @@ class Pipeline:
         if shapes != self._shapes:
             given = f"a batch of shape {[*map(tuple, shapes)]} after batches of {[*map(tuple, self._shapes)]}"
             raise refused(given, "pad to one length, and use DataLoader(drop_last=True)")
-
-    def _check_alike(self, tensors: list[Tensor]) -> None:
-        """Compare two sums of each tensor over the stages, with a device sync: all ranks of a replica refuse."""
-        sums: list[Tensor] = []
-        for tensor in tensors:
-            numbers = tensor.detach().flatten().to(torch.float64 if tensor.device.type != "mps" else torch.float32)
-            weights = torch.arange(1, len(numbers) + 1, device=numbers.device, dtype=numbers.dtype)
-            sums += [numbers.sum(), (numbers * weights).sum()]
-        own = torch.nan_to_num(torch.stack(sums))
-        extremes = torch.cat([own, -own])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.group)
-        highest, lowest = extremes.chunk(2)
-        if not torch.equal(highest, -lowest):
-            raise refused(
-                "other batches on one stage than on another",
-                "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank of "
-                "trainer.strategy.distributed_sampler_kwargs",
-            )
 
     def train(self, inputs: tuple[Tensor, ...], target: Any, scaled: Callable[[Tensor], Tensor]) -> Tensor:
         """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank.
@@ -173,7 +165,7 @@ class Pipeline:
         trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
         key = how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs), trained
         if key not in self._made:
-            self._made[key] = self._schedule(number, how)
+            self._made[key] = self._new_schedule(number, how)
         last = self.count - 1 in self.parts
         self._targets = [map_tensors(target, lambda one, at=at: one.chunk(number)[at]) for at in range(number)]
         self._losses = []
@@ -186,17 +178,14 @@ class Pipeline:
         dist.broadcast(mean, group_src=self.group.size() - 1, group=self.group)
         return mean
 
-    def _schedule(self, number: int, how: str) -> Any:
-        stages = [
-            WatchedStage(part, index, self.count, self.device, group=self.group) for index, part in self.parts.items()
-        ]
+    def _new_schedule(self, number: int, how: str) -> Any:
+        several, group = runs_several(self.schedule), self.group
+        forward_only = pipelining.ScheduleLoopedBFS if several else pipelining.ScheduleGPipe
+        schedule: Any = SCHEDULES[self.schedule] if how == "step" else forward_only
+        stages = [WatchedStage(part, index, self.count, self.device, group=group) for index, part in self.parts.items()]
         # the loss is divided before it is scaled: a loss scale times a sum overflows sooner than times a mean
-        return (self.kind.trains if how == "step" else self.kind.evaluates)(
-            stages if self.kind.several else stages[0],
-            number,
-            loss_fn=partial(self._loss_of, stages[-1]),
-            scale_grads=False,
-        )
+        loss_of = partial(self._loss_of, stages[-1])
+        return schedule(stages if several else stages[0], number, loss_fn=loss_of, scale_grads=False)
 
     def _loss_of(self, stage: WatchedStage, output: Any, place: Tensor) -> Tensor:
         if stage.shapes_only:  # a loss of every number of the output
@@ -268,15 +257,15 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype:
     Raises:
         PlanError: one has no gradient.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
-    found = [gradient for gradient in gradients if gradient is not None]
-    if len(found) < len(gradients):
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    if len(gradients) < len(trained):
         given = "a trained parameter without a gradient, on replicas of a pipeline"
         raise refused(given, "freeze what is not used, or use data_parallel_size=1")
-    if found:
-        flat = torch.cat([gradient.to(dtype).flatten() for gradient in found])
+    if gradients:
+        flat = torch.cat([gradient.to(dtype).flatten() for gradient in gradients])
         dist.all_reduce(flat.div_(group.size()), group=group)
-        for gradient, piece in zip(found, flat.split([one.numel() for one in found]), strict=True):
+        for gradient, piece in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
 
 

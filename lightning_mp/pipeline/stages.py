@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -117,11 +117,8 @@ class Part(nn.Module):
 
 def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
     """How a stage is cut into shard units; notes what cannot be."""
-    inside = set(map(id, stage.modules()))
-    members = tuple(member for member in engine.pin_map.members if id(member.module) in inside)
-    declared = tuple(one for one in engine.pin_map.declared if id(one.module) in inside)
-    pins = replace(engine.pin_map, members=members, declared=declared)
-    return units(stage, None, pins, engine.stored_dtypes(), faults, together=engine.policy.storage_dtype)
+    together = engine.policy.storage_dtype
+    return units(stage, None, engine.pin_map, engine.stored_dtypes(), faults, together=together)
 
 
 # ------------------------------------------------------------------ transformers' decoders

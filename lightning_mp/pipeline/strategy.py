@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,7 @@ from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.pipeline.engine import PipelineEngine
-from lightning_mp.pipeline.schedules import SCHEDULES, Pipeline, StashedGradients, average, refused
+from lightning_mp.pipeline.schedules import SCHEDULES, Pipeline, StashedGradients, average, refused, runs_several
 from lightning_mp.pipeline.stages import Cut, Part, cut, units_of
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.plan import MixedPrecisionPlan
@@ -109,7 +110,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             ):
                 if value is not None:
                     faults.whole(name, value, least, fix)
-        self._stages, self._kind, self._microbatches = stages, SCHEDULES[schedule], microbatches
+        self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
         self._replicas, self.shard, self._virtual = data_parallel_size, shard, virtual_stages
         #: the module that was cut, how, and its stages on this rank by index
         self._cut_from: nn.Module | None = None
@@ -158,7 +159,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         #: the groups over which what each rank holds of the parameters adds up to all of them
         self.parameter_groups = (*((self.replica_group,) if self._shards_stages else ()), self.stage_group)
         #: stages in all, virtual ones included, and those on this rank
-        self._count = stages * (self._virtual if self._kind.several else 1)
+        self._count = stages * (self._virtual if runs_several(self._schedule) else 1)
         self._mine = range(dist.get_rank(self.stage_group), self._count, stages)
         self._pieces = self._microbatches or 4 * stages
 
@@ -193,18 +194,15 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                 f"precision={precision!r} under pipeline parallelism", allowed=", ".join(_MODES), fix="use 'bf16-mixed'"
             )
         hooks = "move it to on_before_backward or on_after_backward: backward runs for each micro-batch"
+        batch = "define pipeline_batch(self, batch), which returns (inputs, target)"
+        loss = "define pipeline_loss(self, output, target), which returns a scalar"
         for holds, given, fix in (
             (not model.automatic_optimization, "manual optimization", "leave out automatic_optimization=False"),
             (is_overridden("backward", model, LightningModule), "LightningModule.backward overridden", hooks),
             (layer_sync_of(self), "sync_batchnorm=True", "leave it out: batch norms see a micro-batch"),
             (is_compiled(model), "a compiled LightningModule", "leave out torch.compile"),
-            *(
-                (not callable(getattr(model, method, None)), f"{name} without {method}", f"define {method}{what}")
-                for method, what in (
-                    ("pipeline_batch", "(self, batch), which returns (inputs, target)"),
-                    ("pipeline_loss", "(self, output, target), which returns a scalar"),
-                )
-            ),
+            (not getattr(model, "pipeline_batch", None), f"{name} without pipeline_batch", batch),
+            (not getattr(model, "pipeline_loss", None), f"{name} without pipeline_loss", loss),
         ):
             if holds:
                 faults.add(f"{given} cannot run in pipeline stages", fix=f"{fix}, or use strategy='mp_ddp'")
@@ -234,7 +232,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             self._keep_stages(module, found, plan)
         self._pipeline = Pipeline(
             module=module,
-            kind=self._kind,
+            schedule=self._schedule,
             parts=self._parts,
             count=self._count,
             microbatches=self._pieces,
@@ -308,20 +306,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         self._user_module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._gradients.loss(loss)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the schedule's forward on a batch; ``val_loss`` is logged on every rank."""
-        return self._evaluate(args[0], "val_loss")
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the schedule's forward on a batch; ``test_loss`` is logged on every rank."""
-        return self._evaluate(args[0], "test_loss")
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: only the last stage has the output."""
-        fix = "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'"
-        raise PlanError.of("trainer.predict under pipeline parallelism", fix, "strategy")
-
-    def _evaluate(self, batch: Any, name: str) -> Tensor:
+    def _evaluate(self, name: str, batch: Any, *_args: Any) -> Tensor:
+        """Run the schedule's forward on a batch; the loss is logged on every rank."""
         assert self._pipeline is not None
         inputs, target = self._pipeline.batch(batch, training=False)
         with self._gradients.untouched():
@@ -331,6 +317,9 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                 part.reshard()
         self._user_module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
+
+    validation_step: Any = partialmethod(_evaluate, "val_loss")
+    test_step: Any = partialmethod(_evaluate, "test_loss")
 
     def share_buffers(self) -> None:
         """Broadcast those of the first replica."""
