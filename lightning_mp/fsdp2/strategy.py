@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.folders import entries
+from lightning_mp.checkpoints.formats import by_parameter
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import (
-    LightningOptimizer,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
@@ -36,7 +36,6 @@ from lightning_mp.fsdp2 import saving, tensor_parallel
 from lightning_mp.fsdp2.engine import ShardedEngine
 from lightning_mp.fsdp2.saving import Saves
 from lightning_mp.fsdp2.units import (
-    Units,
     Wrap,
     broadcast_from_first,
     cannot_initialise,
@@ -45,18 +44,18 @@ from lightning_mp.fsdp2.units import (
     units,
     whole_on_cpu,
 )
-from lightning_mp.modules import half_weights
 from lightning_mp.modules.fp8 import is_converted
-from lightning_mp.modules.half_weights import AutocastWeight
+from lightning_mp.modules.half_weights import AutocastWeight, survey
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.for_strategy import check_users_sharding
-from lightning_mp.policy import FP8, PrecisionPolicy
+from lightning_mp.policy import FP8
 from lightning_mp.strategies.base import plan_of, refuse_callbacks, refuse_weights
 from lightning_mp.strategies.checkpoint_io import PlanStrategy
 
-# ------------------------------------------------------------------ gathers in FP8
+#: the blocks to compile, the units that are not the root, inner ones first, and tensor-parallel styles by name
+Layout = tuple[list[nn.Module], list[nn.Module], dict[str, ParallelStyle]]
 
 
 @dataclass(eq=False)
@@ -110,9 +109,6 @@ class FP8Gather:
                 one.scale = scale
         for one in self._shards:  # of which one that fell back to bf16 is no longer converted
             one.gather.use((one.before, one.after) if in_fp8 and is_converted(one.module) else None)
-
-
-# ------------------------------------------------------------------ the strategies
 
 
 class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
@@ -196,11 +192,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
     def setup_environment(self) -> None:
-        """Start the process group and lay the mesh.
-
-        Raises:
-            PlanError: the mesh has not as many places as there are processes.
-        """
         world = self.num_nodes * self.num_processes
         replicas, shards, size = self.degrees(world)
         if min(replicas, shards, self._tensor_parallel) < 1 or replicas * shards * size != world:
@@ -231,10 +222,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     # ------------------------------------------------------------------ the model
 
-    def check_plan(
-        self, engine: StepEngine, module: nn.Module, faults: Faults
-    ) -> tuple[Units, dict[str, ParallelStyle]] | None:
-        """The units, and the tensor-parallel style of each module by name; ``None`` where it is sharded already."""
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
+        """Decide how the module is split; ``None`` where it is sharded already. Notes what cannot be."""
         refuse_callbacks(module, "sharded weights", faults)
         refuse_weights(module, faults, self._options.get("ignored_params", ()))
         if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
@@ -242,12 +231,12 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
             return None
         storage, size = engine.policy.storage_dtype, self._tensor_parallel
-        cut = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults, together=storage)
-        split = tensor_parallel.styles(module, self._tp_plan, size, faults) if size > 1 else {}
+        blocks, inner = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults, together=storage)
+        styles = tensor_parallel.styles(module, self._tp_plan, size, faults) if size > 1 else {}
         if engine.policy.fp8 is not None and engine.policy.fp8.all_gather:
             again = self._options.get("reshard_after_forward")
             for given, holds in (
-                (f"tensor_parallel={self._tensor_parallel}", self._tensor_parallel > 1),
+                (f"tensor_parallel={size}", size > 1),
                 ("cpu_offload=True", self._offloads),
                 (f"reshard_after_forward={again!r}", type(again) is int),
                 ("compile=True", self._compile),
@@ -255,10 +244,9 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
                 if holds:
                     faults.add(f"FP8(all_gather=True) with {given}", fix=f"leave out all_gather=True, or {given}")
         cannot_initialise(module, faults)
-        return cut, split
+        return blocks, inner, styles
 
     def setup(self, trainer: Trainer) -> None:
-        """Apply the plan, shard, then make the optimizers on what is left here."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.prepare_and_shard()
@@ -273,44 +261,36 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     def prepare_and_shard(self) -> None:
         """Change the user's module; the order of these steps is part of what they do."""
-        plan, module = plan_of(self), self._user_module
-        layout = plan.apply(module)  # casts, FP8, pins, checkpointing
+        plan, module, device = plan_of(self), self._user_module, self.root_device
+        layout: Layout | None = plan.apply(module)  # casts, FP8, pins, checkpointing
+        assert plan.engine is not None
+
+        def make_whole(part: nn.Module) -> None:  # a device holds one module in full at a time
+            materialize(part, module, device, device)
+            part.to(device)
+
         if layout is not None:
-            units, styles = layout
+            blocks, inner, styles = layout
             with sharding_compat.hooks_kept(module):
-                broadcast_from_first(module, self.root_device)
-                if self._tensor_parallel > 1:  # on whole weights
-                    mesh = self.device_mesh["tensor_parallel"]
-                    tensor_parallel.parallelize(module, styles, mesh, partial(self._make_whole, module))
-                for block in units.blocks if self._compile else ():  # before sharding: FSDP's hooks stay eager
+                broadcast_from_first(module, device)
+                if self._tensor_parallel > 1:
+                    tensor_parallel.parallelize(module, styles, self.device_mesh["tensor_parallel"], make_whole)
+                for block in blocks if self._compile else ():  # before sharding: FSDP's hooks stay eager
                     block.compile()
                 how: dict[str, Any] = {"cpu_offload": self._offloads, **self._options}
-                shard(module, units, self._shard_mesh, self.root_device, plan.policy.reduce_dtype, **how)
+                shard(module, inner, self._shard_mesh, device, plan.policy.reduce_dtype, **how)
             self._sharded = True
-        assert plan.engine is not None
-        # Units know now which weights they gather, and by what extension.
-        self._gather_halves(half_weights.survey(module, plan.engine.pin_map, plan.policy), plan.policy)
+        # FSDP2's own param_dtype casts all a unit has, norms and embeddings too, and adds the gradients of a weight
+        # that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
+        # autocast keeps no copy of them until the backward pass.
+        free = [one for one in survey(module, plan.engine.pin_map, plan.policy) if one.reason is None]
+        names = {(id(part), key): weight.name for weight in free for part, key in weight.places}
+        sharding_compat.gather_halves(module, names, to_torch(plan.policy.compute_dtype), AutocastWeight)
         rule, conversion = plan.policy.fp8, plan.engine.fp8
         self._fp8_gather = None
         if rule is not None and rule.all_gather and conversion and self._sharded:
             group = self._shard_mesh.get_group(-1)
             self._fp8_gather = FP8Gather(module, conversion.converted.values(), group, rule)
-
-    def _make_whole(self, model: nn.Module, part: nn.Module) -> None:
-        """Before ``part`` is split: a device holds one module in full at a time."""
-        materialize(part, model, self.root_device, self.root_device)
-        part.to(self.root_device)
-
-    def _gather_halves(self, weights: Iterable[half_weights.Weight], policy: PrecisionPolicy) -> None:
-        """Gather those ``weights`` that have no reason against it in autocast's dtype, all others as they are stored.
-
-        FSDP2's own ``param_dtype`` casts all a unit has, norms and embeddings too, and adds the gradients of a weight
-        that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
-        autocast keeps no copy of them until the backward pass.
-        """
-        free = [weight for weight in weights if weight.reason is None]
-        names = {(id(module), key): weight.name for weight in free for module, key in weight.places}
-        sharding_compat.gather_halves(self._user_module, names, to_torch(policy.compute_dtype), AutocastWeight)
 
     def teardown(self) -> None:
         """Wait for a checkpoint; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
@@ -320,7 +300,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         finally:
             super().teardown()
             if began:
-                self._gather_halves((), plan_of(self).policy)
+                sharding_compat.gather_halves(self._user_module, {}, torch.float32, AutocastWeight)
 
     def model_to_device(self) -> None:
         if not self._offloads:
@@ -399,32 +379,23 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if storage_options is not None:
             raise TypeError("storage_options= with a folder of shards, which no CheckpointIO writes: leave it out")
-        trainer = self._user_module.trainer
-        self._saves.save(
-            checkpoint,
-            path,
-            first=self.is_global_zero,
-            first_of_node=self.local_rank == 0,
-            fitting=trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING,
-        )
+        state = self._user_module.trainer.state
+        later = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING  # else nothing would wait
+        self._saves.save(checkpoint, path, first=self.is_global_zero, first_of_node=self.local_rank == 0, fitting=later)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, once what is being written is whole."""
         self._saves.wait()
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
-        """Load each rank's shards."""
         assert self.model is not None
         strict = self._user_module.strict_loading
         return saving.load(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove an older one, once the one that is being written is whole."""
         self._saves.remove(partial(super().remove_checkpoint, filepath))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collect the weights, and the first rank's buffers."""
         self.share_buffers()
         return super().lightning_module_state_dict()
 
@@ -432,13 +403,13 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
         if self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        content, keep = plain.state_dict(), self.global_rank == 0
-        state = {
-            number: {key: whole_on_cpu(value, keep=keep) for key, value in values.items()}
-            for number, values in content["state"].items()
-        }
-        return {**content, "state": state} if keep else {}
+        keep = self.global_rank == 0
+        content = by_parameter(
+            optimizer.state_dict(),
+            optimizer,
+            lambda _, values: {key: whole_on_cpu(value, keep=keep) for key, value in values.items()},
+        )
+        return content if keep else {}
 
     load_full = PlanStrategy.load_shards
 
@@ -465,7 +436,6 @@ class PlanHSDPStrategy(PlanFSDP2Strategy):
     """Shards within a node and replicas across nodes; ``device_mesh=(replicas, shards)`` lays them otherwise."""
 
     def setup_environment(self) -> None:
-        """As without replicas, over the nodes where no mesh is given."""
         if self._mesh is None:
             self._mesh = (self.num_nodes, max(self.num_processes // max(self._tensor_parallel, 1), 1))
         super().setup_environment()

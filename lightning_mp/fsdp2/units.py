@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,20 +37,10 @@ Stored = Callable[[Tensor], torch.dtype]
 Wrap = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
-    """A model cut into shard units, inner ones first; the root takes what no other unit has."""
-
-    #: repeated blocks, in forward order: what is compiled
-    blocks: tuple[nn.Module, ...]
-    #: blocks and pinned modules, inner ones first, without the root
-    inner: tuple[nn.Module, ...]
-
-
 def units(
     root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: Faults, *, together: str | None = None
-) -> Units:
-    """Cut ``root`` into units without changing anything.
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Cut ``root`` into shard units without changing anything; the root takes what no other unit has.
 
     Args:
         root: the module, or a part of that which ``pin_map`` was made for.
@@ -61,6 +50,9 @@ def units(
         stored: tells the dtype a parameter will be stored in.
         faults: takes patterns that match nothing, and units that would hold two dtypes.
         together: what is pinned to this dtype stays in the unit around it.
+
+    Returns:
+        Repeated blocks, in forward order: what is compiled. Blocks and pinned modules, inner ones first.
     """
     blocks = _blocks(root, wrap, faults)
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
@@ -76,7 +68,7 @@ def units(
     depth = {module: name.count(".") for name, module in named_submodules(root)}
     inner = sorted(chosen, key=lambda module: -depth[module])
     _check_dtypes(root, inner, stored, faults)
-    return Units(tuple(block for block in blocks if block in chosen), tuple(inner))
+    return [block for block in blocks if block in chosen], inner
 
 
 # ------------------------------------------------------------------ candidates
@@ -215,7 +207,7 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
 
 def shard(
     model: nn.Module,
-    units: Units,
+    inner: Sequence[nn.Module],
     mesh: DeviceMesh,
     device: torch.device,
     reduce_dtype: str,
@@ -223,7 +215,7 @@ def shard(
     cpu_offload: bool = False,
     **options: Any,
 ) -> None:
-    """Shard ``model`` in place over ``mesh``, of which this process has ``device``, unit by unit, inner ones first.
+    """Shard the units ``inner`` and then ``model`` in place over ``mesh``, of which this process has ``device``.
 
     ``options`` are ``fully_shard``'s. No ``param_dtype``: it would change what norms and embeddings run in, and a step
     would no longer be that of DDP.
@@ -235,7 +227,7 @@ def shard(
         **options,
     }
     place = torch.device("cpu") if cpu_offload else device
-    for unit in units.inner:
+    for unit in inner:
         materialize(unit, model, place, device)
         fully_shard(unit, **options)
     materialize(model, model, place, device)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults
-from lightning_mp.fsdp2.units import Units, cannot_initialise, units
+from lightning_mp.fsdp2.units import cannot_initialise, units
 from lightning_mp.plan.engine import StepEngine
 
 #: makes stage ``index`` of ``count`` out of the module's own submodules
@@ -115,10 +115,10 @@ class Part(nn.Module):
             one.training = mode
 
 
-def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> Units:
-    """How a stage is cut into shard units; notes what cannot be."""
+def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> list[nn.Module]:
+    """The shard units of a stage; notes what cannot be one."""
     together = engine.policy.storage_dtype
-    return units(stage, None, engine.pin_map, engine.stored_dtypes(), faults, together=together)
+    return units(stage, None, engine.pin_map, engine.stored_dtypes(), faults, together=together)[1]
 
 
 # ------------------------------------------------------------------ transformers' decoders

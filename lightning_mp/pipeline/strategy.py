@@ -19,7 +19,6 @@ from torch.utils.data import RandomSampler
 from lightning_mp.checkpoints.formats import by_parameter
 from lightning_mp.compat.lightning import (
     LightningModule,
-    LightningOptimizer,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
@@ -350,8 +349,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state for all parameters on rank 0, numbered as a plain model's optimizer numbers them."""
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        content = by_parameter(plain.state_dict(), plain, _local)
+        content = by_parameter(optimizer.state_dict(), optimizer, _local)
         return {**content, "state": dict(sorted(self._gathered(content["state"]).items()))}
 
     def _gathered(self, mine: dict[Any, Any]) -> dict[Any, Any]:

@@ -22,7 +22,6 @@ from lightning_mp.checkpoints.formats import rekeyed
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
     FSDPStrategy,
-    LightningOptimizer,
     Trainer,
     TrainerFn,
     move_torchmetrics_to_device,
@@ -123,8 +122,8 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             elif not parameter.is_floating_point() or dtype_of(parameter) != stored:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 faults.add(f"parameter {name!r} in {dtype} with FSDP1, whose units have one dtype", fix=_INSTEAD)
-        cut = units(module, self._wrap, engine.pin_map, dtype_of, faults)
-        return CustomPolicy(set(cut.inner).__contains__)
+        _, inner = units(module, self._wrap, engine.pin_map, dtype_of, faults)
+        return CustomPolicy(set(inner).__contains__)
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, make the optimizers on whole parameters, which wrapping keeps as objects, then wrap."""
@@ -173,8 +172,6 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collect the state, numbered by the optimizer's own groups, as any optimizer loads it."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
         with self._whole_states() as root:
             state = FullyShardedDataParallel.optim_state_dict(root, optimizer)
         return rekeyed(state) if self.global_rank == 0 else state

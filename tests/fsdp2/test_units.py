@@ -55,9 +55,9 @@ def cut(
     with Faults() as faults:
         pin_map = pins.resolve(root, given, faults, dtype_name(storage))
         dtypes = {key: to_torch(name) for key, name in pin_map.dtypes().items()}
-        found = units(root, wrap, pin_map, lambda parameter: dtypes.get(id(parameter), storage), faults)
+        blocks, inner = units(root, wrap, pin_map, lambda parameter: dtypes.get(id(parameter), storage), faults)
     names = {module: name for name, module in root.named_modules()}
-    return [names[module] for module in found.blocks], [names[module] for module in found.inner]
+    return [names[module] for module in blocks], [names[module] for module in inner]
 
 
 @pytest.mark.parametrize(
