@@ -25,16 +25,14 @@ class PipelineEngine(StepEngine):
         """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
         super().connect(model, optimizers)
         if optimizers:
-            self._connected.enter_context(sum_total_norms(self, lambda: self._stages))
+            self._connected.enter_context(sum_total_norms(self, self._stages))
 
-    @property
     def _stages(self) -> grads.Groups:
-        trainer = trainer_of(self._module)
-        return () if trainer is None else (cast("Any", trainer.strategy).stage_group,)
+        return (cast("Any", trainer_of(self._module)).strategy.stage_group,)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all stages, in fp32."""
         parameters = grads.parameters_of(optimizer)
         own = grads.global_norm(parameters, self.device)
-        self.last_norm = grads.over_shards(own, 2.0, self._stages)
+        self.last_norm = grads.over_shards(own, 2.0, self._stages())
         grads.clip_to_(parameters, max_norm, self.last_norm)

@@ -90,11 +90,7 @@ class Pipeline:
     _made: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def batch(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs and target of a batch, for which the stages are set to train or to evaluate as the module is.
-
-        Raises:
-            PlanError: they are no tensors with rows, the rows do not divide, or the stages got different batches.
-        """
+        """Inputs and target of a batch, for which the stages are set to train or to evaluate as the module is."""
         for part in self.parts.values():
             part.train_own(self.module.training)
         pair = cast("Any", self.module).pipeline_batch(batch)
@@ -139,11 +135,7 @@ class Pipeline:
             raise refused(given, "pad to one length, and use DataLoader(drop_last=True)")
 
     def train(self, inputs: tuple[Tensor, ...], target: Any, scaled: Callable[[Tensor], Tensor]) -> Tensor:
-        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank.
-
-        Raises:
-            PlanError: the loss or a stage used a parameter of another stage, whose numbers are not here.
-        """
+        """Forward and backward of every micro-batch, from ``scaled(loss)``; the mean loss, on every rank."""
         self._scaled = scaled
         loss = self._run(inputs, target, self.microbatches, "step")
         for name, parameter in self.module.named_parameters():
@@ -218,7 +210,6 @@ class StashedGradients:
         """Around the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds.
 
         Afresh, the last step's gradients go before Lightning sets them to zero: both at once would take twice the room.
-        Afterwards gradients are as before, or None where they are part of what was stashed.
         """
         before = [None if afresh else parameter.grad for parameter in self.parameters]
         if afresh or self.sharded:
@@ -252,11 +243,7 @@ class StashedGradients:
 
 @torch.no_grad()
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Average the gradients of trained ``parameters`` over the replicas of their stage, in ``dtype``, as DDP does.
-
-    Raises:
-        PlanError: one has no gradient.
-    """
+    """Average the gradients of trained ``parameters`` over the replicas of their stage, in ``dtype``, as DDP does."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     if len(gradients) < len(trained):

@@ -115,13 +115,12 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         self._cut_from: nn.Module | None = None
         self._cut: Cut | None = None
         self._parts: dict[int, Part] = {}
-        self._pipeline: Pipeline | None = None
+        self._pipeline: Any = None
 
     # ------------------------------------------------------------------ processes
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every stage of a replica draws the same batches."""
         group = self.replica_group
         return {"num_replicas": group.size(), "rank": dist.get_rank(group)}
 
@@ -134,11 +133,6 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return dataloader
 
     def setup_environment(self) -> None:
-        """Start the process group and lay the mesh.
-
-        Raises:
-            PlanError: the stages do not divide the processes.
-        """
         world = self.num_nodes * self.num_processes
         stages, replicas = self._sizes(world)
         if stages * replicas != world or stages < 2:
@@ -160,7 +154,6 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         #: stages in all, virtual ones included, and those on this rank
         self._count = stages * (self._virtual if runs_several(self._schedule) else 1)
         self._mine = range(dist.get_rank(self.stage_group), self._count, stages)
-        self._pieces = self._microbatches or 4 * stages
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the stages."""
@@ -189,9 +182,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         refuse_callbacks(model, "pipeline stages", faults)
         name, precision = type(model).__name__, engine.policy.precision
         if precision not in _MODES:
-            faults.add(
-                f"precision={precision!r} under pipeline parallelism", allowed=", ".join(_MODES), fix="use 'bf16-mixed'"
-            )
+            given = f"precision={precision!r} under pipeline parallelism"
+            faults.add(given, allowed=", ".join(_MODES), fix="use 'bf16-mixed'")
         hooks = "move it to on_before_backward or on_after_backward: backward runs for each micro-batch"
         batch = "define pipeline_batch(self, batch), which returns (inputs, target)"
         loss = "define pipeline_loss(self, output, target), which returns a scalar"
@@ -219,7 +211,6 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return found
 
     def setup(self, trainer: Trainer) -> None:
-        """Apply the plan, keep this rank's stages, then make the optimizers."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if self.replica_group.size() == 1:
@@ -234,13 +225,13 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             schedule=self._schedule,
             parts=self._parts,
             count=self._count,
-            microbatches=self._pieces,
+            microbatches=self._microbatches or 4 * self.stage_group.size(),
             group=self.stage_group,
             device=self.root_device,
             context=plan.forward_context,
         )
-        self._own = [parameter for part in self._parts.values() for parameter in part.parameters()]
-        self._gradients = StashedGradients(self._own, sharded=self._shards_stages)
+        own = [parameter for part in self._parts.values() for parameter in part.parameters()]
+        self._gradients = StashedGradients(own, sharded=self._shards_stages)
         # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
         self._stream = Stream(dist.get_rank(self.stage_group), self.root_device)
         self.barrier()
@@ -275,7 +266,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             shard(part, units, self.device_mesh["data_parallel"], device, engine.policy.reduce_dtype)
 
     def model_to_device(self) -> None:
-        """It is there; what other stages hold must not be made here."""
+        """Nothing: what other stages hold must not be made here."""
 
     # ------------------------------------------------------------------ steps
 
@@ -291,23 +282,21 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
-        trainer, plan, pipeline = self._user_module.trainer, plan_of(self), self._pipeline
+        trainer, plan = self._user_module.trainer, plan_of(self)
         assert plan.engine is not None
-        assert pipeline is not None
-        inputs, target = pipeline.batch(args[0], training=True)
-        scaler, pieces = plan.engine.scaler, self._pieces * trainer.accumulate_grad_batches
+        inputs, target = self._pipeline.batch(args[0], training=True)
+        scaler, pieces = plan.engine.scaler, self._pipeline.microbatches * trainer.accumulate_grad_batches
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         with plan.engine.training_step(), self._gradients.stashing(afresh=afresh):
             with self._stream.drawn():
-                loss = pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
+                loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
             if self.replica_group.size() > 1 and not self.shard and not accumulates(trainer):
-                average(self._own, self.replica_group, to_torch(plan.policy.reduce_dtype))
+                average(self._gradients.parameters, self.replica_group, to_torch(plan.policy.reduce_dtype))
         self._user_module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._gradients.loss(loss)
 
     def _evaluate(self, name: str, batch: Any, *_args: Any) -> Tensor:
         """Run the schedule's forward on a batch; the loss is logged on every rank."""
-        assert self._pipeline is not None
         inputs, target = self._pipeline.batch(batch, training=False)
         with self._gradients.untouched():
             loss = self._pipeline.evaluate(inputs, target)
@@ -328,7 +317,6 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     on_validation_start = on_test_start = on_train_end = share_buffers
 
     def teardown(self) -> None:
-        """As the host does; the stages stay where they are."""
         super().teardown()
         own: Any = {} if self.lightning_module is None else vars(self.lightning_module)
         for name in [name for name in _STEPS if own.get(name) is _never]:
@@ -343,8 +331,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         assert self._cut is not None
         homes, size, every = self._cut.homes, self.stage_group.size(), self._user_module.state_dict()
         rank = dist.get_rank(self.stage_group)
-        mine = {name: whole_on_cpu(one) for name, one in every.items() if homes.get(name, rank) % size == rank}
-        whole = self._gathered(mine)
+        whole = self._gathered({n: whole_on_cpu(one) for n, one in every.items() if homes.get(n, rank) % size == rank})
         return {name: whole[name] for name in every if name in whole}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -368,9 +355,6 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return whole
 
     load_full = PlanStrategy.load_shards
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """They were loaded with the weights."""
 
 
 def _never(*args: Any, **kwargs: Any) -> None:
