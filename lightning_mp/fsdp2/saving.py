@@ -28,7 +28,7 @@ _WEIGHTS = "state_dict"
 
 
 def _write(path: str, content: Mapping[str, Any], group: Any, *, extra: bytes | None, first_of_node: bool) -> None:
-    """Write one rank's shards, and on the first rank the rest, as ``torch.save`` wrote it."""
+    """Write one rank's shards, and on the first rank what else there is, as ``torch.save`` wrote it."""
     if first_of_node:
         folders.begin(path)
     dist.barrier(group)
@@ -57,8 +57,7 @@ class Saves:
     def save(self, checkpoint: dict[str, Any], path: str, *, first: bool, first_of_node: bool, fitting: bool) -> None:
         """Write a checkpoint of Lightning's; every rank calls it. Outside of a fit nothing would wait for the thread.
 
-        Raises:
-            Exception: whatever ended the save before.
+        Raises whatever ended the save before.
         """
         self.wait()
         content = {_WEIGHTS: checkpoint.pop(_WEIGHTS)}
@@ -85,11 +84,7 @@ class Saves:
             self._thread.submit(lambda: None if writing.exception() else remove())
 
     def wait(self) -> None:
-        """Wait for what is being written.
-
-        Raises:
-            Exception: whatever ended it.
-        """
+        """Wait for what is being written; raises whatever ended it."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

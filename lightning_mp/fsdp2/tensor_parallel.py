@@ -45,20 +45,17 @@ class Replicated(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, _wrap_inputs, _unwrap_output)
+        def replicated(one: Any) -> Any:
+            plain = isinstance(one, torch.Tensor) and not isinstance(one, DTensor)
+            return DTensor.from_local(one, device_mesh, [Replicate()], run_check=False) if plain else one
 
+        def wrap(_module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Any:
+            return tuple(map(replicated, inputs))
 
-def _wrap_inputs(_module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-    return tuple(
-        DTensor.from_local(item, mesh, [Replicate()], run_check=False)
-        if hasattr(item, "layout") and not isinstance(item, DTensor)
-        else item
-        for item in inputs
-    )
+        def unwrap(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
+            return output.to_local() if isinstance(output, DTensor) else output
 
-
-def _unwrap_output(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
-    return output.to_local() if isinstance(output, DTensor) else output
+        return distribute_module(module, device_mesh, None, wrap, unwrap)
 
 
 def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> dict[str, ParallelStyle]:
@@ -71,7 +68,7 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
         )
         return {}
     named = list(named_submodules(model))
-    found: dict[str, ParallelStyle] = {}
+    by_name: dict[str, ParallelStyle] = {}
     for pattern, style in patterns.items():
         if not isinstance(style, ParallelStyle) and style not in _STYLES:
             faults.unknown(f"tensor-parallel style for {pattern!r}:", style, _STYLES)
@@ -80,29 +77,25 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
         if not matched and given is not None:
             no_match(pattern, model, "tp_plan pattern", faults)
         for name, module in matched:
-            made = _made(style, name, module, faults)
-            if made is not None:
-                found[name] = made
+            if isinstance(style, ParallelStyle):
+                by_name[name] = style
+            elif _STYLES[style] is not None and _owns(module):
+                by_name[name] = _STYLES[style]()
+                if not isinstance(module, (nn.Linear, nn.Embedding)):
+                    given_style = f"tensor-parallel style {style!r} for {name!r}, a {original_class(module).__name__}"
+                    faults.add(given_style, fix="leave it out: it stays whole")
+    _check_ties(model, by_name, faults)
+    return by_name
+
+
+def _check_ties(model: nn.Module, by_name: Mapping[str, ParallelStyle], faults: Faults) -> None:
     for places in _ties(model):
-        ways = {f"{name}.{key}": _way(module, found.get(name)) for name, module, key in places}
+        ways = {f"{name}.{key}": _way(module, by_name.get(name)) for name, module, key in places}
         if len(set(ways.values())) > 1:
             faults.add(
                 f"a tied weight that tensor parallelism splits in two ways: {' and '.join(ways)}",
                 fix="give tp_plan= with matching styles, or untie them (transformers: tie_word_embeddings=False)",
             )
-    return found
-
-
-def _made(style: str | ParallelStyle, name: str, module: nn.Module, faults: Faults) -> ParallelStyle | None:
-    """The style for a module; torch's own by name are for linear layers and embeddings."""
-    if isinstance(style, ParallelStyle):
-        return style
-    if _STYLES[style] is None or not _owns(module):
-        return None
-    if not isinstance(module, (nn.Linear, nn.Embedding)):
-        kind = original_class(module).__name__
-        faults.add(f"tensor-parallel style {style!r} for {name!r}, a {kind}", fix="leave it out: it stays whole")
-    return _STYLES[style]()
 
 
 def parallelize(
@@ -138,16 +131,9 @@ def _owns(module: nn.Module) -> bool:
 
 
 def _ties(model: nn.Module) -> list[list[Place]]:
-    """The places of every weight that more than one module holds."""
-    found: list[list[Place]] = []
-    for places in owners(model).values():
-        distinct: dict[tuple[int, str], Place] = {}
-        for place in places:  # a module that is in the tree twice holds it once
-            _, module, key = place
-            distinct.setdefault((id(module), key), place)
-        if len(distinct) > 1:
-            found.append(list(distinct.values()))
-    return found
+    """The places of every weight that more than one module holds; a module that is in the tree twice holds it once."""
+    distinct = ({(id(place[1]), place[2]): place for place in places} for places in owners(model).values())
+    return [list(places.values()) for places in distinct if len(places) > 1]
 
 
 def _way(module: nn.Module, style: ParallelStyle | None) -> Any:
@@ -159,12 +145,11 @@ def _way(module: nn.Module, style: ParallelStyle | None) -> Any:
 
 def _patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
     """The plans of the outermost transformers models below ``model``, as patterns on its module names."""
-    above: list[str] = []
+    outermost: list[str] = []
     for name, module in named_submodules(model):
         plan = cast("Mapping[str, str] | None", getattr(module, "tp_plan", None))
-        if not plan or any(name.startswith(f"{outer}.") for outer in above):
-            continue
-        above.append(name)
-        for pattern, style in plan.items():
-            if not pattern.endswith((".weight", ".bias")):
-                yield f"{name}.{pattern}", style
+        if plan and not any(name.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(name)
+            yield from (
+                (f"{name}.{key}", style) for key, style in plan.items() if not key.endswith((".weight", ".bias"))
+            )

@@ -29,11 +29,7 @@ _HOST_PLUGIN: Any = Strategy.precision_plugin
 
 
 def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
-    """The plan that the strategy carries out.
-
-    Raises:
-        PlanError: the Trainer has another precision plugin, or none.
-    """
+    """The plan that the strategy carries out; a PlanError where the Trainer has another plugin, or none."""
     plugin = strategy.precision_plugin
     if isinstance(plugin, MixedPrecisionPlan):
         return plugin

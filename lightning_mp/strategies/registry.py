@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_mp.compat import check_versions, lightning
 from lightning_mp.errors import Faults, did_you_mean
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 PREFIX = "mp_"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A class of this package, which of its keywords a name fixes, and to whom it passes on other keywords."""
 
     home: str
     description: str
-    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    fixed: Mapping[str, Any] = {}
     #: callables, as ``module:name``, whose keywords are also its own
     hosts: tuple[str, ...] = ()
 
@@ -45,17 +44,17 @@ def _zero(stage: int, **fixed: bool) -> Entry:
     return Entry("deepspeed.strategy:PlanDeepSpeedStrategy", description, {"stage": stage, **fixed}, _ZERO)
 
 
+_FSDP2 = Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan")
+_FULLY = Entry("strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", hosts=_FSDP1)
 STRATEGIES: dict[str, Entry] = {
-    "auto": Entry("strategies.ddp:PlanDDPStrategy", "DDP, or one device where there is one", {}, _DDP),
-    "ddp": Entry("strategies.ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", {}, _DDP),
-    "fsdp2": Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
-    "fsdp": Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan"),
+    "auto": Entry("strategies.ddp:PlanDDPStrategy", "DDP, or one device where there is one", hosts=_DDP),
+    "ddp": Entry("strategies.ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", hosts=_DDP),
+    "fsdp2": _FSDP2,
+    "fsdp": _FSDP2,
     "hsdp": Entry("fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"),
-    "fsdp1": Entry("strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", {}, _FSDP1),
-    "fsdp2_offload": Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 under a plan, shards on the CPU", _OFFLOAD),
-    "fsdp1_offload": Entry(
-        "strategies.fsdp1:PlanFSDP1Strategy", "FSDP1 under a plan, shards on the CPU", _OFFLOAD, _FSDP1
-    ),
+    "fsdp1": _FULLY,
+    "fsdp2_offload": _FSDP2._replace(description="FSDP2 under a plan, shards on the CPU", fixed=_OFFLOAD),
+    "fsdp1_offload": _FULLY._replace(description="FSDP1 under a plan, shards on the CPU", fixed=_OFFLOAD),
     "pipeline": Entry("pipeline.strategy:PlanPipelineStrategy", "stages of layers over ranks under a plan"),
     "deepspeed_zero1": _zero(1),
     "deepspeed_zero2": _zero(2),
@@ -98,10 +97,9 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
                 fix = "remove it; where it is to be said, MixedPrecisionPlan or Trainer has an argument for it"
                 faults.add(f"{key}=... with {name!r}, which the plan or the Trainer decides", fix=fix)
             elif key not in allowed:
-                given = f"unknown keyword {key!r} with {name!r}"
-                near = did_you_mean(key, allowed, "remove it")
-                fix = f"write Trainer({key}=...)" if key in trainer_arguments() else near
-                faults.add(given, allowed=", ".join(allowed), fix=fix)
+                own_word = f"write Trainer({key}=...)" if key in trainer_arguments() else ""
+                fix = own_word or did_you_mean(key, allowed, "remove it")
+                faults.add(f"unknown keyword {key!r} with {name!r}", allowed=", ".join(allowed), fix=fix)
         check_versions(faults, "torch", "lightning")
     checked = {"policy": policy} if "policy" in own else {}
     return cls(**entry.fixed, **checked, **overrides)
@@ -127,6 +125,5 @@ def register(ending: str = "", builder: Callable[[str], Strategy] = lambda name:
     """Make every name known to Lightning, as ``mp_<name>`` with ``ending``; ``builder`` is given the name."""
     for name, entry in STRATEGIES.items():
         made: Any = partial(builder, name)
-        lightning.StrategyRegistry.register(
-            f"{PREFIX}{name}{ending}", made, description=entry.description, override=True
-        )
+        known_as = f"{PREFIX}{name}{ending}"
+        lightning.StrategyRegistry.register(known_as, made, description=entry.description, override=True)
