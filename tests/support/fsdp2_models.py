@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim import LBFGS
 
 from support import hf
-from support.collectives import recorded
-from support.models import FEATURES, batches
+from support.models import FEATURES
 from support.oracles import plan_for
-from support.running import fit, trainer
+from support.running import fit
 from support.sharded import PINS, WAIT, Language, Ranked, RefusedWay, fsdp2, rank, refused, trained, whole, world
-
-
-class Net(nn.Module):
-    """A block with a norm inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(FEATURES, 24), nn.LayerNorm(24), nn.Linear(24, FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.norm(self.up(x)).relu())
-
 
 # ------------------------------------------------------------------ how users write them
 
@@ -76,9 +61,6 @@ class Parts(Ranked):
         return (hidden.float().sum(1, keepdim=True) - y).pow(2).mean() + penalty
 
 
-# ------------------------------------------------------------------ several runs
-
-
 # ------------------------------------------------------------------ the meta device
 
 
@@ -113,109 +95,53 @@ class Bare(nn.Module):
 
 
 class Late(Ranked):
-    """Makes its net on the meta device, where ``where`` says."""
+    """Makes its net on the meta device: at once, or where ``configure_model`` is called."""
 
-    def __init__(self, where: str, *layers: Any, gain: bool = False) -> None:
+    def __init__(self, layer: Any, *, at_once: bool = False, gain: bool = False) -> None:
         super().__init__()
-        self.where, self.layers, self.made = where, layers, False
-        if where == "init":
-            with torch.device("meta"):
-                self._make()
-        elif where == "init_module":
-            self._make()
-        if gain:
-            self.gain = nn.Parameter(torch.ones(1, device="meta"))
-
-    def _make(self) -> None:
-        self.net = nn.Sequential(*(layer() for layer in self.layers), nn.Linear(FEATURES, 1))
-        self.made = True
+        self.layer, self.made = layer, False
+        with torch.device("meta"):
+            if at_once:
+                self.configure_model()
+            if gain:
+                self.gain = nn.Parameter(torch.ones(1))
 
     def configure_model(self) -> None:
         if not self.made:
             with torch.device("meta"):
-                self._make()
+                self.net = nn.Sequential(self.layer(), nn.Linear(FEATURES, 1))
+            self.made = True
 
 
 def _start_and_train(module: LightningModule, mode: str, **options: Any) -> dict[str, Any]:
     start: dict[str, Any] = {}
     module.on_train_start = lambda: start.update(whole(module))
-    result = trained(mode, fsdp2(**options.pop("strategy", {})), module, **options)
-    return {**result, "start": start, "meta": [n for n, p in module.named_parameters() if p.is_meta]}
-
-
-META_LAYERS = {"net": Net, "tied": Tied}
-META_WRAP = {"net": "Linear", "tied": "Tied"}
+    return {**trained(mode, fsdp2(**options.pop("strategy", {})), module, **options), "start": start}
 
 
 @dataclass(frozen=True)
 class OnMeta:
-    """A plain module; ranks draw different numbers."""
+    """A plain module, made at once or in ``configure_model``; ranks draw different numbers."""
 
-    where: str
-    layer: str
+    at_once: bool
 
     def run(self) -> dict[str, Any]:
         torch.manual_seed(3 + rank())
-        pins = PINS if self.layer == "net" else {}
-        strategy = {"wrap": META_WRAP[self.layer]}
-        if self.where != "init_module":
-            module = Late(self.where, META_LAYERS[self.layer])
-            return _start_and_train(module, "bf16-true", strategy=strategy, pins=pins)
-        runner = trainer(plugins=[plan_for("bf16-true", pins=pins)], **fsdp2(**strategy))
-        with runner.init_module(empty_init=True):
-            module = Late(self.where, META_LAYERS[self.layer])
-        assert next(module.net.parameters()).is_meta
-        start: dict[str, Any] = {}
-        module.on_train_start = lambda: start.update(whole(module))
-        runner.fit(module, batches())
-        return {"weights": whole(module), "start": start, "losses": module.losses}
+        return _start_and_train(Late(Tied, at_once=self.at_once), "bf16-true", strategy={"wrap": "Tied"})
 
 
 @dataclass(frozen=True)
 class LlamaOnMeta:
-    """A transformers model, and the same model made as usual."""
-
-    kind: str
+    """A tied Llama, and the same model made as usual."""
 
     def run(self) -> dict[str, Any]:
         torch.manual_seed(3 + rank())
-        module, strategy = Language(self.kind, meta=True), {"wrap": None}
+        module, strategy = Language("tied llama", meta=True), {"wrap": None}
         options: dict[str, Any] = {"data": hf.token_batches(), "pins": {"*norm*": "fp32"}}
         result = _start_and_train(module, "bf16-mixed", strategy=strategy, **options)
         model = cast("Any", module.model)
         tied = model.lm_head.weight is model.get_input_embeddings().weight
-        return {**result, "tied": tied, "usual": whole(Language(self.kind))}
-
-
-@dataclass(frozen=True)
-class CannotMake:
-    """What is said of a module that cannot be made."""
-
-    layer: type[nn.Module]
-    pins: dict[str, str] = field(default_factory=dict)
-    gain: bool = False
-
-    def run(self) -> str:
-        plan = plan_for("bf16-mixed", pins=self.pins)
-        return refused(lambda: fit(Late("init", self.layer, gain=self.gain), plugins=[plan], **fsdp2()))
-
-
-# ------------------------------------------------------------------ starts and dtypes
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """What is stored, and what crosses between ranks."""
-
-    mode: str
-    options: dict[str, Any]
-
-    def run(self) -> dict[str, Any]:
-        seen: dict[str, set[str]] = {}
-        module = Ranked()
-        with recorded(seen):
-            trained(self.mode, fsdp2(), module, **self.options)
-        return {"stored": {name: str(p.dtype).removeprefix("torch.") for name, p in module.named_parameters()}, **seen}
+        return {**result, "tied": tied, "usual": whole(Language("tied llama"))}
 
 
 # ------------------------------------------------------------------ sharded by their users
@@ -263,22 +189,14 @@ class UsersOwn:
 # ------------------------------------------------------------------ refusals
 
 
-def _fitted(
-    module: LightningModule, host: dict[str, Any], data: Any = None, mode: str = "bf16-mixed", **plan: Any
-) -> Any:
-    return fit(module, plugins=[plan_for(mode, **plan)], data=data, **host)
+def _fitted(module: LightningModule, host: dict[str, Any], mode: str = "bf16-mixed", **plan: Any) -> Any:
+    return fit(module, plugins=[plan_for(mode, **plan)], **host)
 
 
 def _stored_twice() -> None:
     module = Ranked()
     _fitted(module, fsdp2(), mode="32-true")
     _fitted(module, fsdp2(), mode="bf16-true")
-
-
-def _lbfgs() -> None:
-    module = Ranked()
-    module.make_optimizer = partial(LBFGS, lr=0.1)
-    _fitted(module, fsdp2())
 
 
 class Unfit(Ranked):
@@ -289,33 +207,21 @@ class Unfit(Ranked):
         self.logit_scale, self.table = nn.Parameter(torch.tensor(1.0)), nn.Embedding(4, 4, max_norm=0.5)
 
 
-class Reads(Ranked):
-    """What the step makes of a weight of another unit, or of a gradient, is in the loss."""
-
-    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.read = read
+class Penalised(Ranked):
+    """A weight of another unit is in the loss."""
 
     def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return super().loss((x, y)) + self.read(self.net, x)
+        return super().loss(batch) + self.net[0].weight.float().pow(2).sum()
 
 
 WAYS: dict[str, Callable[[], Any]] = {
-    "penalty": lambda: _fitted(Reads(lambda net, x: net[0].weight.float().pow(2).sum()), fsdp2(wrap="Linear")),
+    "penalty": lambda: _fitted(Penalised(), fsdp2(wrap="Linear")),
     "weights": lambda: _fitted(Unfit(), fsdp2()),
-    "no plan": lambda: fit(Ranked(), plugins=[HalfPrecision("bf16-true")], **fsdp2()),
-    "wrap": lambda: _fitted(Ranked(), fsdp2(wrap="Lineal")),
     "mesh": lambda: _fitted(Ranked(), fsdp2(device_mesh=(2, 2))),
-    "tied pin": lambda: _fitted(
-        Language("tied llama"), fsdp2(wrap=None), hf.token_batches(), "16-mixed", pins={"lm_head": "bf16"}
-    ),
     "several": lambda: _fitted(
         Ranked(), fsdp2(wrap="Blok"), mode="bf16-true", pins={"Lineal": "fp32"}, checkpointing="nothing"
     ),
-    "lbfgs": _lbfgs,
+    "meta": lambda: _fitted(Late(Bare, at_once=True, gain=True), fsdp2(), pins={"Lineal": "fp32"}),
     "second storage": _stored_twice,
 }
-
-
 Refused = partial(RefusedWay, "support.fsdp2_models")
