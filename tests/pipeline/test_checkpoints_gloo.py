@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from lightning_mp import consolidate
 from support.comparing import furthest, same
-from support.pipeline import MODULES, Fit, Under
+from support.pipeline import Fit, OnMeta, Staged, Under
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -20,19 +19,13 @@ FIRST = Fit("16-mixed", scale=64.0, steps=2)
 TWO_EPOCHS = (("max_epochs", 2),)
 
 
-def _saved(folder: Path, fit: Fit = FIRST) -> Fit:
-    return replace(fit, save=str(folder / "two.ckpt"))
+def _saved(folder: Path) -> Fit:
+    return replace(FIRST, save=str(folder / "two.ckpt"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
 
 
 def test_it_is_the_file_of_one_process_and_resumes_as_it_does(folder: Path, ranks: Ranks) -> None:
@@ -42,12 +35,12 @@ def test_it_is_the_file_of_one_process_and_resumes_as_it_does(folder: Path, rank
     staged, alone = (torch.load(folder / name, weights_only=False) for name in ("two.ckpt", "two.ckpt.alone"))
     for key in ("state_dict", "optimizer_states", "MixedPrecisionPlan"):
         assert same(staged[key], alone[key]), key
-    MODULES["blocks"]().load_state_dict(staged["state_dict"])
+    Staged().load_state_dict(staged["state_dict"])
     consolidate(folder / "two.ckpt", folder / "plain.pt")
     assert furthest(torch.load(folder / "plain.pt"), alone["state_dict"]) == 0.0
     more = replace(FIRST, arguments=TWO_EPOCHS, load=str(folder / "two.ckpt"))
     expected = more.alone()
-    for results in (ranks.run(more), ranks.run(replace(more, module="meta"))):
+    for results in (ranks.run(more), ranks.run(replace(more, module=OnMeta))):
         for key in ("counts", "scale", "steps", "rates"):
             assert results[0][key] == expected[key], key
         assert same(results[0]["weights"], expected["weights"])
@@ -65,16 +58,11 @@ def test_another_strategy_resumes_it(folder: Path, ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"replicas": 2, "options": (("shard", True),)},
-    ],
-)
-def test_the_number_of_stages_may_change(change: dict[str, object], folder: Path, ranks: Ranks, four: Ranks) -> None:
+def test_replicas_may_be_added(folder: Path, ranks: Ranks, four: Ranks) -> None:
     ranks.run(_saved(folder))
     _saved(folder).alone()
-    fit = replace(FIRST, arguments=TWO_EPOCHS, load=str(folder / "two.ckpt"), **change)
+    more = {"replicas": 2, "options": (("shard", True),)}
+    fit = replace(FIRST, arguments=TWO_EPOCHS, load=str(folder / "two.ckpt"), **more)
     results, expected = four.run(fit), fit.alone()
     assert results[0]["steps"] == expected["steps"] == 4
     assert same(results[0]["weights"], expected["weights"], 1e-6)

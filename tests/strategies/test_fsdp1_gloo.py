@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from lightning.pytorch.plugins import FSDPPrecision
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
@@ -137,8 +136,6 @@ WAYS: dict[str, Callable[[], Any]] = {
     "integer": lambda: _fitted(Holds(dtype=torch.int8)),
     "meta": lambda: _fitted(Holds(device="meta")),
     "manual": lambda: _fitted(Manual()),
-    "no plan": lambda: fit(Ranked(), plugins=[FSDPPrecision("bf16-mixed")], **fsdp1()),
-    "wrap": lambda: _fitted(Ranked(), wrap="Lineal"),
     "another fit": _twice,
 }
 SAID = {
@@ -148,8 +145,6 @@ SAID = {
     "integer": ("'more' in int8", "mp_fsdp2"),
     "meta": ("'more' on the meta device", "mp_fsdp2"),
     "manual": ("automatic_optimization=False",),
-    "no plan": ("PlanFSDP1Strategy with FSDPPrecision", "MixedPrecisionPlan"),
-    "wrap": ("'Lineal'", "'Linear'"),
     "another fit": ("of a module that FSDP1 wrapped", "Make a new module"),
 }
 

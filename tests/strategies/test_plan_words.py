@@ -113,8 +113,7 @@ def _ways(plan: MixedPrecisionPlan) -> dict[str, dict[str, Any]]:
     }
 
 
-WAYS = list(_ways(MixedPrecisionPlan("32-true")))
-every_way = pytest.mark.parametrize("way", WAYS)
+every_way = pytest.mark.parametrize("way", _ways(MixedPrecisionPlan("32-true")))
 
 
 @every_way
@@ -157,10 +156,8 @@ no_validation = pytest.mark.filterwarnings("ignore:You defined a `validation_ste
 @no_validation
 @every_way
 def test_a_trainer_inside_a_fit_leaves_the_run_around_it_alone(way: str) -> None:
-    plan = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
-    kept = _ways(plan)[way]
-    oracle, module = Predicting(), Predicting()
-    alone = MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})
+    plan, alone = (MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"}) for _ in range(2))
+    kept, oracle, module = _ways(plan)[way], Predicting(), Predicting()
     fit(oracle, plugins=[alone])
     inside = RunsInside(kept)
     run = fit(module, **kept, callbacks=[inside])
@@ -198,13 +195,6 @@ def test_trainers_that_take_turns_keep_their_scales() -> None:
     assert seen([plan, plan]) == seen(alone)
 
 
-def _counts(run: Trainer) -> tuple[int, int]:
-    plan = run.precision_plugin
-    assert isinstance(plan, MixedPrecisionPlan)
-    assert plan.applied_steps > 0
-    return plan.applied_steps, plan.skipped_steps
-
-
 class Keeps(Regression):
     """Saves a plan, or a package's arguments, among its hyperparameters."""
 
@@ -220,19 +210,16 @@ def test_a_plan_among_hyperparameters_is_loaded_again(tmp_path: Path) -> None:
     run.save_checkpoint(tmp_path / "kept.ckpt")
     loaded = Keeps.load_from_checkpoint(tmp_path / "kept.ckpt")
     assert loaded.hparams["plan"].policy == plan.policy
-    written = Path(logger.log_dir, "hparams.yaml").read_text()
-    assert [line.split(":")[0] for line in written.splitlines() if line[0] not in " -"] == [
-        "lr",
-        "plan",
-        "precision_plan",
-    ]
+    written = Path(logger.log_dir, "hparams.yaml").read_text().splitlines()
+    assert [line.split(":")[0] for line in written if line[0] not in " -"] == ["lr", "plan", "precision_plan"]
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda kept: {**kept, "plugins": [copy.deepcopy(kept["plugins"][0])]}])
 def test_the_counts_of_a_deep_copy_are_read_on_the_plan_that_was_copied(way: Any) -> None:
     plan = MixedPrecisionPlan("16-mixed")
-    run = fit(Regression(), **way({"plugins": [plan]}))
-    assert run.precision_plugin is not plan
-    assert (plan.applied_steps, plan.skipped_steps) == _counts(run)
+    ran = fit(Regression(), **way({"plugins": [plan]})).precision_plugin
+    assert ran is not plan
+    assert (plan.applied_steps, plan.skipped_steps) == (ran.applied_steps, ran.skipped_steps)
+    assert plan.applied_steps > 0
     fit(Regression(), plugins=[plan], max_steps=4)
     assert plan.applied_steps + plan.skipped_steps == 4
