@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adagrad, AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_mp import PlanError
@@ -47,7 +47,6 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": partial(SGD, lr=1e-3, momentum=0.9),
     "sgd": partial(SGD, lr=1e-3),
     "groups": _by_dimension,
-    "adagrad": partial(Adagrad, lr=RATE, initial_accumulator_value=0.5),
 }
 
 
@@ -71,30 +70,17 @@ def ddp(**options: Any) -> dict[str, Any]:
     return on(DDPStrategy(**WAIT, **options))
 
 
-def fsdp1(**options: Any) -> dict[str, Any]:
-    """Under FSDP1; every linear layer is a unit unless told otherwise."""
-    from lightning_mp.strategies.fsdp1 import PlanFSDP1Strategy
-
-    return on(PlanFSDP1Strategy(**WAIT, **{"wrap": "Linear", **options}))
-
-
-def fsdp2(**options: Any) -> dict[str, Any]:
-    """Under FSDP2, likewise."""
-    from lightning_mp.fsdp2.strategy import PlanFSDP2Strategy
-
-    return on(PlanFSDP2Strategy(**WAIT, **{"wrap": "Linear", **options}))
-
-
-def zero(stage: str, **options: Any) -> dict[str, Any]:
-    """Under a stage of ZeRO."""
+def _ours(name: str, **options: Any) -> dict[str, Any]:
     from lightning_mp.strategies import registry
 
-    return on(registry.build(f"deepspeed_zero{stage}", None, {"timeout": WAIT["timeout"], **options}))
+    return on(registry.build(name, None, options))
 
 
+#: under FSDP; every linear layer is a unit unless told otherwise
+fsdp1, fsdp2 = (partial(_ours, name, wrap="Linear", **WAIT) for name in ("fsdp1", "fsdp2"))
 STAGES = ("1", "2", "3", "2_offload", "3_offload")
 HOSTS: dict[str, Callable[..., dict[str, Any]]] = {"ddp": ddp, "fsdp1": fsdp1, "fsdp2": fsdp2}
-HOSTS |= {f"zero{stage}": partial(zero, stage) for stage in STAGES}
+HOSTS |= {f"zero{stage}": partial(_ours, f"deepspeed_zero{stage}", timeout=WAIT["timeout"]) for stage in STAGES}
 
 
 class Ranked(Regression):
@@ -167,17 +153,12 @@ class Language(LightningModule):
 
 
 class Readings(Callback):
-    """The plan's readings, and the rates, after each batch; a norm that nobody took is nan."""
+    """The plan's readings after each batch; a norm that nobody took is nan."""
 
     def __init__(self) -> None:
         self.skipped: list[bool] = []
         self.scales: list[float] = []
         self.norms: list[float] = []
-        self.rates: list[list[float]] = []
-
-    def found(self) -> dict[str, Any]:
-        """All of them."""
-        return {"skipped": self.skipped, "scales": self.scales, "norms": self.norms, "rates": self.rates}
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *rest: Any) -> None:
         plan: Any = trainer.precision_plugin
@@ -185,7 +166,6 @@ class Readings(Callback):
         if plan.scaler is not None:
             self.scales.append(plan.scaler.get_scale())
         self.norms.append(float("nan") if plan.last_grad_norm is None else float(plan.last_grad_norm))
-        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -227,13 +207,9 @@ def trained(mode: str, host: dict[str, Any], module: LightningModule, **options:
     fit(module, plugins=[plan], callbacks=[readings, *options.pop("callbacks", ())], **options, **host)
     return {
         "weights": whole(module),
-        "skipped": readings.skipped,
-        "scales": readings.scales,
-        "norms": readings.norms,
+        **vars(readings),
         "counts": (plan.applied_steps, plan.skipped_steps),
-        "losses": list(getattr(module, "losses", ())),
-        "validated": list(getattr(module, "validated", ())),
-        "lrs": list(getattr(module, "lrs", ())),
+        **{name: list(getattr(module, name, ())) for name in ("losses", "validated", "lrs")},
     }
 
 
