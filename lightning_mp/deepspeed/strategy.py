@@ -51,8 +51,7 @@ from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.strategies.base import plan_of, refuse_callbacks, refuse_weights
-from lightning_mp.strategies.checkpoint_io import PlanStrategy, set_learning_rates
+from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights, set_learning_rates
 
 Json = Mapping[str, Any] | str | PathLike[str]
 

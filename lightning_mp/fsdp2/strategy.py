@@ -51,8 +51,7 @@ from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.for_strategy import check_users_sharding
 from lightning_mp.policy import FP8
-from lightning_mp.strategies.base import plan_of, refuse_callbacks, refuse_weights
-from lightning_mp.strategies.checkpoint_io import PlanStrategy
+from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights
 
 #: the blocks to compile, the units that are not the root, inner ones first, and tensor-parallel styles by name
 Layout = tuple[list[nn.Module], list[nn.Module], dict[str, ParallelStyle]]

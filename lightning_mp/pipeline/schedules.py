@@ -1,4 +1,4 @@
-"""What runs a batch: torch's schedules, what the module gives for them, and the gradients that they leave."""
+"""What runs a batch, torch's schedules on what the module gives for them, and the step on the gradients they leave."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.optim import Optimizer
 
-from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.compat.lightning import LightningModule, trainer_of
 from lightning_mp.errors import PlanError
+from lightning_mp.fsdp2.shard_watch import sum_total_norms
 from lightning_mp.modules.remote import is_remote
+from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import floating_in, map_tensors, tensors_in
 from lightning_mp.pipeline.stages import Part
 from lightning_mp.plan.alike import extremes
+from lightning_mp.plan.engine import StepEngine
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -259,3 +263,27 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype:
 def refused(given: str, fix: str) -> PlanError:
     """The error of a batch, or of what the module made of it."""
     return PlanError.of(given, fix, "strategy")
+
+
+class PipelineEngine(StepEngine):
+    """Carries a policy out where gradients are those of one stage; the flag is the maximum over all of them."""
+
+    holds = "every process holds a stage of the layers"
+    evaluates_once = "under pipeline parallelism, which would run the schedule again"
+    steps = (("a stage", "a stage's parameters alone"), ("DTensors", "sharded parameters"))
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
+        super().connect(model, optimizers)
+        if optimizers:
+            self._connected.enter_context(sum_total_norms(self, self._stages))
+
+    def _stages(self) -> grads.Groups:
+        return (cast("Any", trainer_of(self._module)).strategy.stage_group,)
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Clip by the norm over all stages, in fp32."""
+        parameters = grads.parameters_of(optimizer)
+        own = grads.global_norm(parameters, self.device)
+        self.last_norm = grads.over_shards(own, 2.0, self._stages())
+        grads.clip_to_(parameters, max_norm, self.last_norm)

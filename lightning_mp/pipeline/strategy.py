@@ -45,13 +45,19 @@ from lightning_mp.fsdp2.units import (
 from lightning_mp.modules.remote import free_remote, is_remote
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
-from lightning_mp.pipeline.engine import PipelineEngine
-from lightning_mp.pipeline.schedules import SCHEDULES, Pipeline, StashedGradients, average, refused, runs_several
+from lightning_mp.pipeline.schedules import (
+    SCHEDULES,
+    Pipeline,
+    PipelineEngine,
+    StashedGradients,
+    average,
+    refused,
+    runs_several,
+)
 from lightning_mp.pipeline.stages import Cut, Part, cut, units_of
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.plan import MixedPrecisionPlan
-from lightning_mp.strategies.base import plan_of, refuse_callbacks
-from lightning_mp.strategies.checkpoint_io import PlanStrategy
+from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks
 
 _MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 #: the steps that Lightning asks for and that are not called here

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_mp.compat.lightning import DDPStrategy, Trainer, keep_sampler
 from lightning_mp.plan.eager import EagerEngine
-from lightning_mp.strategies.checkpoint_io import PlanStrategy
+from lightning_mp.strategies.base import PlanStrategy
 
 
 class PlanDDPStrategy(PlanStrategy, DDPStrategy):

@@ -13,7 +13,7 @@ from lightning_mp.compat.lightning import Precision, Strategy
 from lightning_mp.errors import Faults
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.strategies import registry
-from lightning_mp.strategies.base import RunsPlan
+from lightning_mp.strategies.base import PlanStrategy
 
 
 def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Strategy:
@@ -58,7 +58,7 @@ def register_plan(name: str, plan: MixedPrecisionPlan | Mapping[str, Any] | str 
 
 def _named(strategy: str, plan: MixedPrecisionPlan, plan_name: str) -> Strategy:
     built = _built(strategy, deepcopy(plan), {})
-    cast(RunsPlan, built).plan_name = plan_name
+    cast(PlanStrategy, built).plan_name = plan_name
     return built
 
 
@@ -98,7 +98,7 @@ def trainer_kwargs(
 
 def _built(name: str, plan: MixedPrecisionPlan, overrides: dict[str, Any]) -> Strategy:
     strategy = registry.build(name, plan.policy, overrides)
-    cast(RunsPlan, strategy).made_for = plan
+    cast(PlanStrategy, strategy).made_for = plan
     return strategy
 
 

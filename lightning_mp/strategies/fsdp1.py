@@ -35,8 +35,7 @@ from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
-from lightning_mp.strategies.base import plan_of, refuse_callbacks, refuse_weights
-from lightning_mp.strategies.checkpoint_io import PlanStrategy, set_learning_rates
+from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights, set_learning_rates
 
 _INSTEAD = "use strategy='mp_fsdp2'"
 _THE_PLANS = "remove it: MixedPrecisionPlan(reduce_dtype=..., checkpointing='TheBlock') says that"
