@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
@@ -123,15 +123,12 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
         compile: ``torch.compile`` each block before it is sharded.
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
-        reshard_after_forward: as in ``fully_shard``.
-        shard_placement_fn: as in ``fully_shard``.
-        offload_policy: as in ``fully_shard``; ``cpu_offload`` is the short way.
-        ignored_params: as in ``fully_shard``.
         save_distributed_checkpoint: a folder of shards (the default), or one file assembled on rank 0.
         async_save: copy the shards to the host and write them while training goes on, at most one checkpoint at a time;
             an older one is removed once the new one is whole.
         process_group_backend: as in Lightning.
         timeout: as in Lightning.
+        **options: ``fully_shard``'s other keywords: ``reshard_after_forward``, ``ignored_params``, …
 
     Raises:
         PlanError: at start: a mesh that the number of processes does not fill, ``wrap`` that matches nothing, a pin
@@ -142,7 +139,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     plan_engine = ShardedEngine
     own_format = "sharded"
 
-    def __init__(  # noqa: PLR0913  what fully_shard and Lightning's strategy take, by name
+    def __init__(  # noqa: PLR0913  what it takes of Lightning's strategy, and what is its own
         self,
         *,
         wrap: Wrap = None,
@@ -153,29 +150,19 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         tp_plan: tensor_parallel.Plan | None = None,
         compile: bool = False,
         cpu_offload: bool = False,
-        reshard_after_forward: bool | int | None = None,
-        shard_placement_fn: Any = None,
-        offload_policy: OffloadPolicy | None = None,
-        ignored_params: set[nn.Parameter] | None = None,
         save_distributed_checkpoint: bool = True,
         async_save: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        **options: Any,
     ) -> None:
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        given = {
-            "reshard_after_forward": reshard_after_forward,
-            "shard_placement_fn": shard_placement_fn,
-            "offload_policy": offload_policy,
-            "ignored_params": ignored_params,
-        }
-        self._options = {key: value for key, value in given.items() if value is not None}
-        self._compile, self._wrap = compile, wrap
-        self._offloads = cpu_offload or isinstance(offload_policy, CPUOffloadPolicy)
+        self._options, self._compile, self._wrap = options, compile, wrap
+        self._offloads = cpu_offload or isinstance(options.get("offload_policy"), CPUOffloadPolicy)
         self._mesh: tuple[int, int] | None = device_mesh
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
         self._shards, self._tp_plan = data_parallel_size, tp_plan
@@ -224,7 +211,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how the module is split; ``None`` where it is sharded already. Notes what cannot be."""
         refuse_callbacks(module, "sharded weights", faults)
-        refuse_weights(module, faults, self._options.get("ignored_params", ()))
+        refuse_weights(module, faults, self._options.get("ignored_params") or ())
         if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
             replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
             check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)

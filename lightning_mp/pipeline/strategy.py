@@ -312,6 +312,11 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         self._user_module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
 
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: only the last stage has the output."""
+        fix = "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'"
+        raise PlanError.of("trainer.predict under pipeline parallelism", fix, "strategy")
+
     validation_step: Any = partialmethod(_evaluate, "val_loss")
     test_step: Any = partialmethod(_evaluate, "test_loss")
 

@@ -160,8 +160,8 @@ class PlanStrategy(_Base):
         trainer = trainer_of(self.lightning_module)
         fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         saving: list[Any] = cast("Any", trainer).checkpoint_callbacks if fitting else []
-        folders = dict.fromkeys(getattr(callback, "dirpath", None) or "" for callback in saving)
-        for folder in filter(is_remote_path, folders):
+        paths = dict.fromkeys(getattr(callback, "dirpath", None) or "" for callback in saving)
+        for folder in filter(is_remote_path, paths):
             problem, fix = _remote(folder)
             faults.add(problem, fix=fix)
 

@@ -9,8 +9,8 @@ from functools import partial
 from os import PathLike
 from typing import Any, cast
 
-from lightning_mp.compat.lightning import Precision, Strategy
-from lightning_mp.errors import Faults
+from lightning_mp.compat.lightning import Strategy
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.strategies import registry
 from lightning_mp.strategies.base import PlanStrategy
@@ -31,8 +31,7 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
         PlanError: an unknown name or keyword, with near ones; a contradiction between plan and overrides.
         MissingExtraError: DeepSpeed is needed and not installed.
     """
-    with Faults("make_strategy") as faults:
-        _check_plan(plan, faults)
+    _check_plan(plan, "make_strategy")
     return _built(name, plan, overrides)
 
 
@@ -72,25 +71,16 @@ def trainer_kwargs(
 ) -> dict[str, Any]:
     """Everything a plan needs as arguments for ``Trainer(**trainer_kwargs(plan, strategy="fsdp2", devices=8))``.
 
-    ``strategy`` is a name for :func:`make_strategy`, or what it returned; the rest goes to the Trainer as it is.
+    ``strategy`` is a name for :func:`make_strategy`, or what it returned; the rest goes to the Trainer as it is, which
+    refuses a second precision.
 
     Raises:
-        PlanError: an unknown strategy, an unknown Trainer argument, a second precision.
+        PlanError: an unknown strategy, no plan.
     """
-    with Faults("trainer_kwargs") as faults:
-        _check_plan(plan, faults)
+    _check_plan(plan, "trainer_kwargs")
     plugins = trainer_args.pop("plugins", None) or []
     plugins = list(cast("Sequence[Any]", plugins)) if isinstance(plugins, (list, tuple)) else [plugins]
     others = [plugin for plugin in plugins if not plan.same_as(plugin)]
-    given = [f"plugins=[{type(other).__name__}]" for other in others if isinstance(other, Precision)]
-    given += [f"precision={trainer_args['precision']!r}"] if "precision" in trainer_args else []
-    known = registry.trainer_arguments()
-    with Faults("trainer_kwargs") as faults:
-        for other in given:
-            faults.add(f"{other} next to the plan", fix="remove it")
-        for key in (key for key in trainer_args if key not in known):
-            otherwise = "give what the strategy takes to make_strategy(...), or remove it"
-            faults.unknown("Trainer argument", key, known, otherwise)
     built = _built(strategy, plan, {}) if isinstance(strategy, str) else strategy
     own = {} if callbacks is None else {"callbacks": callbacks}
     return {"plugins": [plan, *others], "strategy": built, "devices": devices, **own, **trainer_args}
@@ -102,9 +92,7 @@ def _built(name: str, plan: MixedPrecisionPlan, overrides: dict[str, Any]) -> St
     return strategy
 
 
-def _check_plan(plan: object, faults: Faults) -> None:
+def _check_plan(plan: object, subject: str) -> None:
     if not isinstance(plan, MixedPrecisionPlan):
-        faults.add(
-            f"plan={plan!r}, not a MixedPrecisionPlan",
-            fix="write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)",
-        )
+        fix = "write MixedPrecisionPlan('bf16-mixed'), or MixedPrecisionPlan.from_config(...)"
+        raise PlanError.of(f"plan={plan!r}, not a MixedPrecisionPlan", fix, subject)

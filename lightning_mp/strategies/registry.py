@@ -34,6 +34,7 @@ class Entry(NamedTuple):
 
 _DDP = ("lightning_mp.compat.lightning:DDPStrategy", "torch.nn.parallel:DistributedDataParallel")
 _FSDP1 = ("lightning_mp.compat.lightning:FSDPStrategy", "torch.distributed.fsdp:FullyShardedDataParallel")
+_FULLY_SHARD = ("torch.distributed.fsdp:fully_shard",)
 _ZERO = ("lightning_mp.compat.lightning:DeepSpeedStrategy",)
 _OFFLOAD = {"cpu_offload": True}
 
@@ -44,17 +45,17 @@ def _zero(stage: int, **fixed: bool) -> Entry:
     return Entry("deepspeed.strategy:PlanDeepSpeedStrategy", description, {"stage": stage, **fixed}, _ZERO)
 
 
-_FSDP2 = Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan")
-_FULLY = Entry("strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", hosts=_FSDP1)
+_FSDP2_ENTRY = Entry("fsdp2.strategy:PlanFSDP2Strategy", "FSDP2 (fully_shard) under a plan", hosts=_FULLY_SHARD)
+_FSDP1_ENTRY = Entry("strategies.fsdp1:PlanFSDP1Strategy", "FullyShardedDataParallel under a plan", hosts=_FSDP1)
 STRATEGIES: dict[str, Entry] = {
     "auto": Entry("strategies.ddp:PlanDDPStrategy", "DDP, or one device where there is one", hosts=_DDP),
     "ddp": Entry("strategies.ddp:PlanDDPStrategy", "DistributedDataParallel under a plan", hosts=_DDP),
-    "fsdp2": _FSDP2,
-    "fsdp": _FSDP2,
-    "hsdp": Entry("fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes"),
-    "fsdp1": _FULLY,
-    "fsdp2_offload": _FSDP2._replace(description="FSDP2 under a plan, shards on the CPU", fixed=_OFFLOAD),
-    "fsdp1_offload": _FULLY._replace(description="FSDP1 under a plan, shards on the CPU", fixed=_OFFLOAD),
+    "fsdp2": _FSDP2_ENTRY,
+    "fsdp": _FSDP2_ENTRY,
+    "hsdp": Entry("fsdp2.strategy:PlanHSDPStrategy", "FSDP2 within a node, replicas across nodes", hosts=_FULLY_SHARD),
+    "fsdp1": _FSDP1_ENTRY,
+    "fsdp2_offload": _FSDP2_ENTRY._replace(description="FSDP2 under a plan, shards on the CPU", fixed=_OFFLOAD),
+    "fsdp1_offload": _FSDP1_ENTRY._replace(description="FSDP1 under a plan, shards on the CPU", fixed=_OFFLOAD),
     "pipeline": Entry("pipeline.strategy:PlanPipelineStrategy", "stages of layers over ranks under a plan"),
     "deepspeed_zero1": _zero(1),
     "deepspeed_zero2": _zero(2),
@@ -70,7 +71,7 @@ STRATEGIES: dict[str, Entry] = {
 _THE_PLANS = frozenset((
     *(item.name for item in fields(PrecisionPolicy)),
     *("gradient_checkpointing", "activation_checkpointing", "activation_checkpointing_policy", "precision_plugin"),
-    *("mixed_precision", "mp_policy", "device_id"),
+    *("mixed_precision", "mp_policy", "mesh", "dp_mesh_dims", "device_id"),
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
 ))  # fmt: skip
 
