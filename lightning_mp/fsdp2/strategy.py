@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial, partialmethod
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.folders import entries
 from lightning_mp.checkpoints.formats import by_parameter
+from lightning_mp.compat import patched, torchao
 from lightning_mp.compat import torch_sharding as sharding_compat
-from lightning_mp.compat import torchao
 from lightning_mp.compat.lightning import (
     ModelParallelStrategy,
     Trainer,
@@ -308,7 +308,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with getattr(plan, context)(), self._gathered_again() if manual else nullcontext():
+            again = manual and isinstance(module, FSDPModule)
+            with getattr(plan, context)(), self._gathered_again(module) if again else nullcontext():
                 output = self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
@@ -325,30 +326,22 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     predict_step: Any = partialmethod(_as_forward, "predict_step", "predict_step_context")
 
     @contextmanager
-    def _gathered_again(self) -> Generator[None, None, None]:
+    def _gathered_again(self, root: Any) -> Generator[None, None, None]:
         """Around a step that runs backward *inside*: modules that use the root's weights after it gather them again.
 
         ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the
         backward pass that starts from the forward's output, or is announced by ``pre_backward``.
         """
-        if not isinstance(self._user_module, FSDPModule):
-            yield
-            return
-        root = cast("Any", self._user_module)
         units = [one for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
-        in_units = {id(part) for unit in units for part in cast("Any", unit).modules()}
-        handles = [  # to unshard does nothing where it is gathered
-            one.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
-            for one in root.modules()
-            if one is not root and id(one) not in in_units and [*one.parameters(recurse=False)]
-        ]
-        self._backward_inside = True
-        try:
-            yield
-        finally:
-            self._backward_inside = False
-            for handle in handles:
-                handle.remove()
+        in_units = {part for unit in units for part in cast("Any", unit).modules()}
+        with ExitStack() as stack:
+            for part in root.modules():
+                if part is not root and part not in in_units and [*part.parameters(recurse=False)]:
+                    # to unshard does nothing where it is gathered
+                    handle = part.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
+                    stack.callback(handle.remove)
+            with patched(self, _backward_inside=True):
+                yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._backward_inside and closure_loss.requires_grad:
