@@ -266,11 +266,11 @@ def hooks_kept(module: nn.Module) -> Generator[None, None, None]:
     """Within, parameters may be put in place of others: they take over hooks that a user registered."""
     before: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     yield
-    after: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
-    for name, old in before.items():
-        if after[name] is not old:
-            after[name]._backward_hooks = old._backward_hooks
-            after[name]._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    new: Any
+    for name, new in module.named_parameters(remove_duplicate=False):
+        if new is not before[name]:
+            new._backward_hooks = before[name]._backward_hooks
+            new._post_accumulate_grad_hooks = before[name]._post_accumulate_grad_hooks
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from lightning_mp.compat.deepspeed import Zero, after_gathered_change, gathers, 
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled, version
 from lightning_mp.errors import Fault, Faults
-from lightning_mp.fsdp2.shard_watch import FirstForward, ShardReads
+from lightning_mp.fsdp2.engine import FirstForward, ShardReads
 from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.alike import extremes
 from lightning_mp.plan.engine import StepEngine

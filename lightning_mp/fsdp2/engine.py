@@ -1,25 +1,40 @@
-"""The step where each rank holds a shard of every parameter: FSDP2, tensor parallel, FSDP1.
+"""The step where each rank holds a shard of every parameter: FSDP2, tensor parallel, FSDP1; and what is watched there.
 
 A shard is unscaled, checked and stepped as a whole parameter is; the norm and the replay have to know of the others.
+Ranks that gather other weights than one another, or in another order, would wait for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat import torch_sharding as sharding_compat
-from lightning_mp.compat.torch import is_compiled
-from lightning_mp.errors import Fault
-from lightning_mp.fsdp2.shard_watch import FirstForward, ShardReads, WholeNorms, sum_total_norms
+from lightning_mp.compat.torch import in_backward, is_compiled
+from lightning_mp.compat.torch_sharding import ranks_apart
+from lightning_mp.errors import Fault, PlanError
+from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import grads
+from lightning_mp.numerics.dtypes import map_tensors, tensors_in
+from lightning_mp.plan.alike import extremes
 from lightning_mp.plan.engine import NOTHING, StepEngine
+
+_NORM: Any = Tensor.norm
+_CASTS_AS = (Tensor.type_as, Tensor.to)
+_END = "the end of the step"
 
 
 class ShardedEngine(StepEngine):
@@ -29,12 +44,10 @@ class ShardedEngine(StepEngine):
     evaluates_once = "on sharded parameters"
     steps = (("DTensors", "sharded parameters"),)
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        #: the groups that plain gradients are split over
-        self._flat_groups: grads.Groups = ()
-        self._unused: sharding_compat.UnusedParameters | None = None
-        self._reads: ShardReads | None = None
+    #: the groups that plain gradients are split over
+    _flat_groups: grads.Groups = ()
+    _unused: sharding_compat.UnusedParameters | None = None
+    _reads: ShardReads | None = None
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and watch the units of FSDP1 or FSDP2."""
@@ -111,3 +124,173 @@ def flat_groups(model: nn.Module | None) -> grads.Groups:
     group = model.process_group
     sharded = model.sharding_strategy is not ShardingStrategy.NO_SHARD
     return (group,) if group is not None and sharded and group.size() > 1 else ()
+
+
+# ------------------------------------------------------------------ what is watched
+
+
+class WholeNorms(TorchFunctionMode):
+    """Within it, the norm of a gradient of which this rank has a shard is that of the whole, also Lightning's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.full_tensor() if func is _NORM and isinstance(result, DTensor) else result
+
+
+def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> AbstractContextManager[None]:
+    """Within, ``clip_grad_norm_`` clips the engine's gradients by the norm over ``groups``."""
+
+    def total(
+        own: Callable[..., Tensor],
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        members: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        held = {id(p.grad) for optimizer in engine.optimizers for p in grads.parameters_of(optimizer)}
+        if members and held.isdisjoint(map(id, members)):
+            return own(members, norm_type, error_if_nonfinite, foreach)
+        norm = own(members, norm_type, False, foreach)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        plain = torch.as_tensor(whole, dtype=torch.float32, device=engine.device)
+        return grads.over_shards(plain, norm_type, groups(), error_if_nonfinite=error_if_nonfinite)
+
+    return sharding_compat.total_norms_by(total)
+
+
+class ShardReads(TorchFunctionMode):
+    """Within it, what is computed from the piece of a weight, of which a gradient would be taken, is refused.
+
+    Torch would go on with the piece, or fail later without a name. What takes a weight's shape or dtype alone, as
+    ``weight.new_zeros(...)`` does, gives a plain tensor, as under DDP.
+
+    Args:
+        module: whose step is watched.
+        pieces: what this rank holds of weights; ``None``: every parameter.
+        away: whether one of them is sharded at that moment.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pieces: Iterable[Tensor] | None = None,
+        away: Callable[[Tensor], bool] = lambda _piece: True,
+    ) -> None:
+        super().__init__()
+        held = set(map(id, module.parameters() if pieces is None else pieces))
+        self._names = {id(one): plain_name(name) for name, one in module.named_parameters() if id(one) in held}
+        self._module, self._away = module, away
+        #: a step took such a result: every one does
+        self.needed = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # of what is cast like a second tensor, the values of that one are not read
+        first, others = (args[:1], args[1:]) if func in _CASTS_AS else ((), args)
+        # without gradients in training an optimizer makes its state, which is sharded as the weight is
+        stepping = self._module.training and not torch.is_grad_enabled()
+        if not stepping and (first or reads_no_value(getattr(func, "__name__", ""))):
+            plain = map_tensors([others, kwargs], self._without_values)
+            self.needed |= plain[0] is not others
+            args, kwargs = (*first, *plain[0]), plain[1]
+        given = tensors_in([args, kwargs or {}])
+        name = next((self._names[id(one)] for one in given if id(one) in self._names and self._away(one)), None)
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if name is None:
+                raise
+            raise _refused(name) from error
+        if name is not None and isinstance(result, Tensor) and result.requires_grad and result is not given[0]:
+            raise _refused(name)
+        return result
+
+    def _without_values(self, one: Tensor) -> Tensor:
+        if id(one) not in self._names or not isinstance(one, DTensor):
+            return one
+        return one.to_local().detach().new_empty(()).expand(one.shape)
+
+
+def _refused(name: str) -> PlanError:
+    return PlanError.of(
+        f"{name!r} used in the step outside of the unit that holds it, whose weights are sharded there",
+        "call the module, or compute with the weight in its forward; pin or wrap what reads it, not it alone; or use "
+        "strategy='mp_ddp'",
+    )
+
+
+class FirstForward:
+    """Compares the ranks in the first forwards of ``root``, until ``release``; each comparison is a device sync.
+
+    Args:
+        root: its first forward in training is compared, and the first in evaluation.
+        units: by name; ranks have to enter the same ones, in one order.
+        device: of the numbers that are compared.
+        gathers: whether the weights of a unit that is about to run have to be gathered.
+        compiled: whether a part is compiled, which the hooks must not be.
+        again: compare each later forward in training at its end, before backward gathers what a rank has used.
+        group: over whom; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Mapping[str, nn.Module],
+        device: torch.device,
+        *,
+        gathers: Callable[[nn.Module], bool] = lambda _unit: True,
+        compiled: bool = False,
+        again: bool = False,
+        group: Any = None,
+    ) -> None:
+        self._names, self._device, self._group = [*units, _END], device, group
+        self._gathers, self._again = gathers, again
+        self._active = False
+        #: the modes, training or not, of which the first forward was compared
+        self._known = set[bool]()
+        self._entered: list[str] = []
+        eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
+        watched = [(unit, eager(partial(self._enter, name))) for name, unit in units.items()]
+        before = [*watched, (root, self._begin)]
+        self._hooks = [module.register_forward_pre_hook(hook, prepend=True) for module, hook in before]
+        self._hooks.append(root.register_forward_hook(self._end))
+
+    def release(self) -> None:
+        """Leave the modules."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _begin(self, root: nn.Module, _inputs: Any) -> None:
+        self._active = root.training not in self._known
+        self._known.add(root.training)
+        self._entered.clear()
+
+    def _end(self, root: nn.Module, *_: Any) -> None:
+        if self._active:
+            self._compare(_END)
+        elif self._again and root.training:
+            self._compare_entered()
+        self._active = False
+
+    def _enter(self, name: str, unit: nn.Module, _inputs: Any) -> None:
+        if self._again and not in_backward():
+            self._entered.append(name)
+        if self._active and not in_backward() and self._gathers(unit):
+            self._compare(name)
+
+    def _compare(self, name: str) -> None:
+        """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
+        (first,), (last,) = extremes([self._names.index(name)], self._device, self._group)
+        self._refuse_apart([self._names[first], self._names[last]])
+
+    def _compare_entered(self) -> None:
+        smallest, largest = extremes([crc32(repr(self._entered).encode())], self._device, self._group)
+        if smallest != largest:
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, [*self._entered, _END])
+            for places in zip_longest(*ranks, fillvalue=_END):
+                self._refuse_apart(sorted(places, key=self._names.index))
+
+    def _refuse_apart(self, places: Sequence[str]) -> None:
+        if places[0] != places[-1]:
+            raise ranks_apart(f"a rank at {places[0]!r} when another is at {places[-1]!r}")

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule, trainer_of
 from lightning_mp.errors import PlanError
-from lightning_mp.fsdp2.shard_watch import sum_total_norms
+from lightning_mp.fsdp2.engine import sum_total_norms
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import floating_in, map_tensors, tensors_in
