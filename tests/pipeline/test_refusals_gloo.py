@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -80,53 +80,62 @@ def _one() -> Any:
     return data(1, ROWS)
 
 
-AVERAGES: Callable[[], dict[str, Any]] = lambda: {"callbacks": [callbacks.WeightAveraging()]}  # noqa: E731
-#: module, batches, options of the strategy, of the Trainer, what is said
-CASES: dict[str, tuple[type[Staged], Callable[[], Any], dict[str, Any], Callable[[], dict[str, Any]], str]] = {
-    "tied": (Tied, _one, {}, dict, "as tied embeddings are"),
-    "manual": (Manual, _one, {}, dict, "manual optimization cannot run in pipeline stages"),
-    "closure": (Closure, _one, {}, dict, "LBFGS, which evaluates its closure again, under pipeline parallelism"),
-    "no loss": (NoLoss, _one, {}, dict, "NoLoss without pipeline_loss cannot run"),
-    "no stages": (NoStage, _one, {}, dict, "NoStage without pipeline_stage(index, count)"),
-    "copies": (Copies, _one, {}, dict, "has a parameter which is not the module's own"),
-    "leaves out": (LeavesOut, _one, {}, dict, "'head.weight' is trained, and in none of the 2 stages"),
-    "not a pair": (NotAPair, _one, {}, dict, "pipeline_batch, which returned Tensor"),
-    "rows": (Staged, _rows(6, 24), {}, dict, "a batch of 6 rows with microbatches=4"),
-    "last": (Staged, _rows(8, 20), {}, dict, "a last batch of 4 rows after batches of 8"),
-    "lengths": (GPT2, _varying, {}, dict, "after batches of [(8, 6)]"),
-    "apart": (Staged, _apart, {}, dict, "other batches on one stage than on another"),
-    "processes": (Llama, _one, {"stages": 3}, dict, "stages=3 and data_parallel_size=1 with 2 processes"),
-    "layers": (
-        *(Llama, _one, {"schedule": "interleaved_1f1b", "virtual_stages": 3}, dict),
-        "6 stages of LlamaForCausalLM, which has 4 layers",
+@dataclass(frozen=True)
+class Refused:
+    """What a fit says."""
+
+    says: str
+    module: type[Staged] = Staged
+    data: Callable[[], Any] = _one
+    #: of the strategy, and of the Trainer
+    options: dict[str, Any] = field(default_factory=dict)
+    arguments: Callable[[], dict[str, Any]] = dict
+
+    def said(self) -> tuple[str, int]:
+        plan = MixedPrecisionPlan("32-true")
+        strategy = make_strategy("pipeline", plan, **{"stages": 2, "microbatches": 4, **self.options})
+        runner = trainer(strategy=strategy, plugins=[plan], devices=2, **self.arguments())
+        torch.manual_seed(0)
+        with pytest.raises(PlanError) as raised:
+            runner.fit(self.module(), self.data())
+        return str(raised.value), runner.global_step
+
+
+SIX = {"schedule": "interleaved_1f1b", "virtual_stages": 3}
+CASES = {
+    "tied": Refused("as tied embeddings are", Tied),
+    "manual": Refused("manual optimization cannot run in pipeline stages", Manual),
+    "closure": Refused("LBFGS, which evaluates its closure again, under pipeline parallelism", Closure),
+    "no loss": Refused("NoLoss without pipeline_loss cannot run", NoLoss),
+    "no stages": Refused("NoStage without pipeline_stage(index, count)", NoStage),
+    "copies": Refused("has a parameter which is not the module's own", Copies),
+    "leaves out": Refused("'head.weight' is trained, and in none of the 2 stages", LeavesOut),
+    "not a pair": Refused("pipeline_batch, which returned Tensor", NotAPair),
+    "rows": Refused("a batch of 6 rows with microbatches=4", data=_rows(6, 24)),
+    "last": Refused("a last batch of 4 rows after batches of 8", data=_rows(8, 20)),
+    "lengths": Refused("after batches of [(8, 6)]", GPT2, _varying),
+    "apart": Refused("other batches on one stage than on another", data=_apart),
+    "processes": Refused("stages=3 and data_parallel_size=1 with 2 processes", Llama, options={"stages": 3}),
+    "layers": Refused("6 stages of LlamaForCausalLM, which has 4 layers", Llama, options=SIX),
+    "batch norms": Refused("sync_batchnorm=True cannot run in", arguments=lambda: {"sync_batchnorm": True}),
+    "averages": Refused(
+        "WeightAveraging with pipeline stages", arguments=lambda: {"callbacks": [callbacks.WeightAveraging()]}
     ),
-    "batch norms": (Staged, _one, {}, lambda: {"sync_batchnorm": True}, "sync_batchnorm=True cannot run in pipeline"),
-    "averages": (Staged, _one, {}, AVERAGES, "WeightAveraging with pipeline stages"),
 }
 
 
 @dataclass(frozen=True)
-class Refused:
+class Every:
     """Every case."""
 
     def run(self) -> dict[str, tuple[str, int]]:
-        return {name: _said(*case[:4]) for name, case in CASES.items()}
-
-
-def _said(kind: type[Staged], loader: Callable[[], Any], options: dict[str, Any], arguments: Any) -> tuple[str, int]:
-    plan = MixedPrecisionPlan("32-true")
-    strategy = make_strategy("pipeline", plan, **{"stages": 2, "microbatches": 4, **options})
-    runner = trainer(strategy=strategy, plugins=[plan], devices=2, **arguments())
-    torch.manual_seed(0)
-    with pytest.raises(PlanError) as raised:
-        runner.fit(kind(), loader())
-    return str(raised.value), runner.global_step
+        return {name: case.said() for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused_on_every_rank_before_a_step(name: str, ranks: Ranks) -> None:
-    for said, step in (result[name] for result in ranks.run(Refused())):
-        assert CASES[name][4].lower() in said.lower()
+    for said, step in (result[name] for result in ranks.run(Every())):
+        assert CASES[name].says.lower() in said.lower()
         assert step == (2 if name == "lengths" else 0)
 
 

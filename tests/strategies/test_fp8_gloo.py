@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_mp import MixedPrecisionPlan
 from support.cells import WHOLE
@@ -109,22 +108,24 @@ def test_what_cannot_gather_in_fp8_is_refused(ranks: Ranks, strategy: str, optio
 optim = pytest.importorskip("torchao.optim")
 
 
+class DrawsApart(Regression):
+    """Each rank's generator stands elsewhere, as without ``seed_everything``."""
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(1 + self.global_rank)
+
+
 @dataclass(frozen=True)
 class Rounded:
-    """Each rank's generator stands elsewhere, as without ``seed_everything``; what it drew next, with the weights."""
+    """The weights, what a rank drew next, and what its seed gives."""
 
     def run(self) -> dict[str, Any]:
         torch.manual_seed(0)
-        module = Regression(partial(optim._AdamW, lr=1e-3, bf16_stochastic_round=True))
-
-        def on_train_start() -> None:
-            torch.manual_seed(1 + module.global_rank)
-
-        module.on_train_start = on_train_start  # type: ignore[method-assign]
+        module = DrawsApart(partial(optim._AdamW, lr=1e-3, bf16_stochastic_round=True))
         with torch.compiler.set_stance("force_eager"):
             fit(module, plugins=[MixedPrecisionPlan("bf16-true")], **ddp())
-        drawn: Tensor = torch.rand(())
-        torch.manual_seed(1 + module.global_rank)
+        drawn = torch.rand(())
+        module.on_train_start()
         return {"weights": weights(module), "drawn": drawn, "expected": torch.rand(())}
 
 

@@ -178,21 +178,20 @@ def test_a_trainer_inside_a_fit_of_the_same_module_is_refused() -> None:
 
 
 def test_trainers_that_take_turns_keep_their_scales() -> None:
-    plan = MixedPrecisionPlan("16-mixed")
-    alone = [MixedPrecisionPlan("16-mixed") for _ in range(2)]
-
-    def seen(plans: list[MixedPrecisionPlan]) -> list[dict[str, Any]]:
-        modules = Regression(overflow_at=(6,)), Regression()
-        runners = [quiet(plugins=[one], max_epochs=1) for one in plans]
+    def seen(*plans: MixedPrecisionPlan) -> list[dict[str, Any]]:
+        runs = [
+            (quiet(plugins=[plan], max_epochs=1), Regression(overflow_at=(6,) * first), plan)
+            for first, plan in zip((1, 0), plans, strict=True)
+        ]
         states: list[dict[str, Any]] = []
-        for turn in (1, 2):
-            for runner, module, one in zip(runners, modules, plans, strict=True):
-                runner.fit_loop.max_epochs = turn
-                runner.fit(module, batches())
-                states.append(one.state_dict())
+        for runner, module, plan in (*runs, *runs):
+            runner.fit_loop.max_epochs = 1 + (len(states) > 1)
+            runner.fit(module, batches())
+            states.append(plan.state_dict())
         return states
 
-    assert seen([plan, plan]) == seen(alone)
+    plan = MixedPrecisionPlan("16-mixed")
+    assert seen(plan, plan) == seen(MixedPrecisionPlan("16-mixed"), MixedPrecisionPlan("16-mixed"))
 
 
 class Keeps(Regression):
