@@ -196,8 +196,7 @@ class UnusedParameters:
     def finish_backward(self) -> None:
         """After a backward pass: take the gradient away from parameters that no rank used in the window.
 
-        Raises:
-            PlanError: this rank did not run a unit that another one ran, whose weights were then mistaken for others.
+        A unit that another rank ran and this one did not, whose weights were then mistaken for others, is a PlanError.
         """
         self._left = dict.fromkeys(self._groups, 0)
         if not self._reduced:

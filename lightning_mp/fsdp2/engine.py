@@ -35,6 +35,7 @@ from lightning_mp.plan.engine import NOTHING, StepEngine
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
 _END = "the end of the step"
+_UNITS = (FSDPModule, FullyShardedDataParallel)
 
 
 class ShardedEngine(StepEngine):
@@ -50,7 +51,6 @@ class ShardedEngine(StepEngine):
     _reads: ShardReads | None = None
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, and watch the units of FSDP1 or FSDP2."""
         self._flat_groups = flat_groups(model)
         self.steps = (("flat pieces", "sharded parameters"),) if self._flat_groups else ShardedEngine.steps
         super().connect(model, optimizers)
@@ -61,11 +61,8 @@ class ShardedEngine(StepEngine):
                 self._connected.enter_context(sum_total_norms(self, lambda: self._flat_groups))
         if self.distributed:
             self.hook_watch = WholeNorms()
-            units: dict[str, Any] = {
-                plain_name(name): unit
-                for name, unit in model.named_modules()
-                if unit is not model and isinstance(unit, (FSDPModule, FullyShardedDataParallel))
-            }
+            below = [named for named in model.named_modules() if named[0]]
+            units: dict[str, nn.Module] = {plain_name(name): one for name, one in below if isinstance(one, _UNITS)}
             compiled = any(map(is_compiled, model.modules()))
             self._reads = None if compiled else ShardReads(model, sharding_compat.shards(model))
             self._connected.callback(FirstForward(model, units, self.device, compiled=compiled).release)
@@ -80,7 +77,6 @@ class ShardedEngine(StepEngine):
             raise RuntimeError(str(Fault(given, fix="change them after a step, or use strategy='mp_fsdp2'")))
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """One pass over the local shards; the flag is reduced over every rank of every mesh dimension."""
         grads.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
 

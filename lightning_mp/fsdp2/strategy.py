@@ -209,7 +209,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     # ------------------------------------------------------------------ the model
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
-        """Decide how the module is split; ``None`` where it is sharded already. Notes what cannot be."""
+        """Decide how the module is split; ``None`` where it is sharded already."""
         refuse_callbacks(module, "sharded weights", faults)
         refuse_weights(module, faults, self._options.get("ignored_params") or ())
         if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
@@ -403,7 +403,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             for index, optimizer in enumerate(self.optimizers)
             for parameter in parameters_of(optimizer)
         }
-        ours = any(entry.startswith("state_dict.") for entry in held)
+        ours = any(entry.startswith("state_dict.") for entry in held)  # Lightning's FSDP1 calls it "model"
         return ours and wanted <= {entry.rpartition(".")[0] for entry in held}
 
     @contextmanager

@@ -166,11 +166,7 @@ class PlanStrategy(_Base):
             faults.add(problem, fix=fix)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save as the host does, with the dtypes that parameters and buffers are stored in.
-
-        Raises:
-            CheckpointFormatError: a remote path for a folder of shards.
-        """
+        """Save as the host does, with the dtypes that parameters and buffers are stored in."""
         checkpoint[NOTES] = {
             "dtypes": self.stored_dtypes(),
             "strategy": type(self).__name__,
@@ -206,11 +202,7 @@ class PlanStrategy(_Base):
         return {plain_name(name): _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load as the host does; every rank reads all of a checkpoint of another strategy.
-
-        Raises:
-            CheckpointFormatError: nothing at the path is a checkpoint.
-        """
+        """Load as the host does; every rank reads all of a checkpoint of another strategy."""
         path = str(without_file_protocol(self.broadcast(checkpoint_path)))
         with self._optimizers_while_fitting():
             if self._format(path) != "file":
@@ -258,11 +250,7 @@ class PlanStrategy(_Base):
             raise
 
     def reads(self, path: Any) -> bool:
-        """Whether the host strategy can be left to read what lies at ``path``.
-
-        Raises:
-            CheckpointFormatError: nothing at the path is a checkpoint.
-        """
+        """Whether the host strategy can be left to read what lies at ``path``."""
         return self._format(path) == self.own_format
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
@@ -273,9 +261,6 @@ class PlanStrategy(_Base):
 
         Lightning's own way takes the numbers in an optimizer's state for positions in the *model*, which they are not
         where an optimizer has several groups or leaves parameters out.
-
-        Raises:
-            RuntimeError: under ``strict_loading``, names that the checkpoint or the module lacks.
         """
         module, full = self._user_module, checkpoint.pop("state_dict")
         here, strict = module.state_dict(), module.strict_loading

@@ -34,7 +34,6 @@ class PlanDDPStrategy(PlanStrategy, DDPStrategy):
             super().setup_distributed()
 
     def setup(self, trainer: Trainer) -> None:
-        """As under DDP, or as on a single device."""
         if not self._alone:
             super().setup(trainer)
             return

@@ -81,11 +81,7 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:
-        """Parameters are gathered as they are stored, gradients reduced in ``reduce_dtype``, all else left alone.
-
-        Autocast decides what is computed in: ``param_dtype`` would change what norms and embeddings run in, and a step
-        would no longer be that of DDP.
-        """
+        # No param_dtype, as in fsdp2.units.shard.
         return MixedPrecision(
             reduce_dtype=to_torch(plan_of(self).policy.reduce_dtype),
             cast_forward_inputs=False,
