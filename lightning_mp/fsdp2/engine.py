@@ -62,7 +62,7 @@ class ShardedEngine(StepEngine):
         if self.distributed:
             self.hook_watch = WholeNorms()
             below = [named for named in model.named_modules() if named[0]]
-            units: dict[str, nn.Module] = {plain_name(name): one for name, one in below if isinstance(one, _UNITS)}
+            units: dict[str, Any] = {plain_name(name): one for name, one in below if isinstance(one, _UNITS)}
             compiled = any(map(is_compiled, model.modules()))
             self._reads = None if compiled else ShardReads(model, sharding_compat.shards(model))
             self._connected.callback(FirstForward(model, units, self.device, compiled=compiled).release)

@@ -57,14 +57,14 @@ def _runner(strategy: str, options: dict[str, Any], plugins: Any = (), **argumen
 class Watched(Staged):
     """Notes the weights that a fit or a test begins with."""
 
-    on_after_backward = on_before_optimizer_step = on_before_zero_grad = lambda self, *_: (
-        None
-    )  # no gradient is looked at
+    def no_gradient_is_looked_at(self, *_: Any) -> None: ...
+
+    on_after_backward = on_before_optimizer_step = on_before_zero_grad = no_gradient_is_looked_at
 
     def on_train_start(self) -> None:
         self.began = self.weights()
 
-    on_test_start = on_train_start
+    on_test_start, test_step = on_train_start, Staged.validation_step
 
     def weights(self) -> dict[str, Any]:
         if isinstance(self.trainer.strategy, PlanPipelineStrategy):
@@ -73,9 +73,6 @@ class Watched(Staged):
 
     def on_train_end(self) -> None:
         self.ended = self.weights()
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
 
 
 @dataclass(frozen=True)
@@ -87,24 +84,27 @@ class GoesOn:
     folders: bool = False
     shards: bool = False
 
-    def run(self) -> dict[str, Any]:
-        modules, steps = [], []
-        for number in range(2):
-            plugins = [InFolders()] if self.folders else []
-            options = (ANYWHERE if self.shards else ONE_FILE)[self.strategy]
-            runner, module = _runner(self.strategy, options, plugins, max_epochs=1 + number), Watched()
+    def run(self) -> list[Any]:
+        plugins, options = [InFolders()] * self.folders, (ANYWHERE if self.shards else ONE_FILE)[self.strategy]
+        modules, steps = (Watched(), Watched()), []
+        for number, module in enumerate(modules):
+            runner = _runner(self.strategy, options, plugins, max_epochs=1 + number)
             runner.fit(module, data(2, ROWS), ckpt_path=self.path if number else None)
             runner.save_checkpoint(self.path)
-            modules, steps = [*modules, module], [*steps, runner.global_step]
-        return {"before": modules[0].ended, "after": modules[1].began, "steps": steps}
+            steps.append(runner.global_step)
+        return [modules[0].ended, modules[1].began, steps]
+
+
+def _goes_on(ranks: Ranks, run: GoesOn) -> None:
+    before, after, steps = ranks.run(run)[0]
+    assert same_weights(after, before)
+    assert steps == [2, 4]
 
 
 @pytest.mark.parametrize("strategy", ONE_FILE)
 @pytest.mark.parametrize(("protocol", "folders"), [("shelf://", False), ("file://", False), ("", True)])
 def test_a_run_goes_on(ranks: Ranks, tmp_path: Path, strategy: str, protocol: str, folders: bool) -> None:
-    first = ranks.run(GoesOn(strategy, f"{protocol}{tmp_path}/saved.ckpt", folders))[0]
-    assert same_weights(first["after"], first["before"])
-    assert first["steps"] == [2, 4]
+    _goes_on(ranks, GoesOn(strategy, f"{protocol}{tmp_path}/saved.ckpt", folders))
     assert (tmp_path / "saved.ckpt").is_dir() == folders
     assert not Path(protocol.partition("/")[0] or "none").exists()
 
@@ -112,9 +112,7 @@ def test_a_run_goes_on(ranks: Ranks, tmp_path: Path, strategy: str, protocol: st
 @pytest.mark.parametrize("strategy", ANYWHERE)
 def test_a_run_goes_on_from_shards_in_a_bucket(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     address = f"shelf://{tmp_path}/saved.ckpt"
-    first = ranks.run(GoesOn(strategy, address, shards=True))[0]
-    assert same_weights(first["after"], first["before"])
-    assert first["steps"] == [2, 4]
+    _goes_on(ranks, GoesOn(strategy, address, shards=True))
     consolidate(address, f"shelf://{tmp_path}/out/weights.safetensors")
     consolidate(tmp_path / "saved.ckpt", tmp_path / "weights.safetensors")
     written = [(tmp_path / name).read_bytes() for name in ("out/weights.safetensors", "weights.safetensors")]

@@ -207,7 +207,7 @@ def trained(mode: str, host: dict[str, Any], module: LightningModule, **options:
     fit(module, plugins=[plan], callbacks=[readings, *options.pop("callbacks", ())], **options, **host)
     return {
         "weights": whole(module),
-        **vars(readings),
+        **{name: getattr(readings, name) for name in ("skipped", "scales", "norms")},
         "counts": (plan.applied_steps, plan.skipped_steps),
         **{name: list(getattr(module, name, ())) for name in ("losses", "validated", "lrs")},
     }
