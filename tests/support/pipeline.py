@@ -267,7 +267,7 @@ def equal(fit: Fit, ranks: Ranks, within: float = 0.0, later: float = 0.0) -> di
         assert same(results[0][key], alone[key], 10 * later), key
     for key in ("counts", "scale", "steps", "rates"):
         assert {result[key] for result in results} == {alone[key]}, key
-    assert [result["norm"] for result in results] == [pytest.approx(alone["norm"], rel=OF_A_SUM)] * len(results)
+    assert all(same(result["norm"], alone["norm"], OF_A_SUM) for result in results)
     (loss,) = {result["metrics"]["val_loss"] for result in results}
     assert loss == pytest.approx(alone["metrics"]["val_loss"], rel=OF_A_MEAN)
     if fit.replicas == 1:
