@@ -62,10 +62,9 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     Example: lightning-mp advise --params 7b --gpus 8 --gpu h100-80 --out run.yaml
     """
     if arguments:
-        alone = {"arguments", "gpu", "as_json", "config_dir"}
-        sources = {name: context.get_parameter_source(name) for name in context.params.keys() - alone}
-        others = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
-        if others:
+        sources = {name: getattr(context.get_parameter_source(name), "name", "") for name in context.params}
+        given = {name for name, source in sources.items() if source == "COMMANDLINE"}
+        if others := sorted(given - {"arguments", "gpu", "as_json", "config_dir"}):
             said = ", ".join(f"--{name.replace('_', '-')}" for name in others)
             refuse("advise", f"{said} next to a CONFIG, which says all but --gpu: set it there, or leave CONFIG out")
         _advise_run(arguments, gpu, config_dir or [], as_json=as_json)

@@ -62,7 +62,6 @@ def test_a_plan_of_the_package_trains_the_default_model(plan: str) -> None:
 
 
 SMALL = {
-    "llama_tiny": ("trainer.max_steps=2", "trainer.limit_val_batches=1"),
     "neox_wide": (
         "model.config.hidden_size=48", "model.config.intermediate_size=64", "model.config.num_attention_heads=3",
         "trainer.max_steps=2", "trainer.limit_val_batches=1",

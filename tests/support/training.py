@@ -77,15 +77,15 @@ def loader(rows: int, width: int = 4) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(torch.randn(rows, width, generator=torch.Generator().manual_seed(1))), batch_size=4)
 
 
-def run(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ...] = ()) -> list[str]:
+def run(*arguments: str) -> list[str]:
     said: list[str] = []
-    assert train(arguments, said.append, multirun=multirun, config_dirs=config_dirs) == 0
+    assert train(arguments, said.append) == 0
     return said
 
 
-def refusal(*arguments: str, multirun: bool = False, config_dirs: tuple[Path, ...] = ()) -> tuple[Fault, ...]:
+def refusal(*arguments: str, multirun: bool = False) -> tuple[Fault, ...]:
     with pytest.raises(PlanError) as error:
-        train(arguments, print, multirun=multirun, config_dirs=config_dirs)
+        train(arguments, print, multirun=multirun)
     assert len(set(error.value.faults)) == len(error.value.faults)
     return error.value.faults
 
