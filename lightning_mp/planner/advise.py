@@ -153,21 +153,19 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
         PlanError: an unknown GPU or word, a batch that no layout divides; all at once.
     """
     shape, module = _shape_of(shape_or_module, seq_len)
-    with Faults("advise") as faults:
-        mode, why = precision, f"precision={precision!r} was asked for"
-        if precision == "auto":
-            known = GPUS.get(str(gpu).lower(), GPUS["h100-80"])  # an unknown one is noted below
-            chosen = hardware.choose(known.device, shape.params)
-            mode, why = chosen.precision, chosen.reason
-        for name, value in {"global_batch": global_batch, "micro_batch": micro_batch}.items():
-            if value is not None:
-                faults.whole(name, value, 1, "write a positive whole number")
-        if tokens is not None and not (is_number(tokens) and tokens > 0):
-            faults.add(f"tokens={tokens!r}", allowed="a number above 0", fix="write 1e9")
-        links: dict[str, Any] = {"nvlink": nvlink, "gpus_per_node": gpus_per_node}
-        links["interconnect_gbps"] = interconnect_gbps
-        base = checked(shape, faults, STRATEGIES, gpu=gpu, gpus=gpus, precision=mode, **links)
-    assert base is not None
+    faults, mode, why = Faults("advise"), precision, f"precision={precision!r} was asked for"
+    if precision == "auto":
+        known = GPUS.get(str(gpu).lower(), GPUS["h100-80"])  # an unknown one is noted below
+        chosen = hardware.choose(known.device, shape.params)
+        mode, why = chosen.precision, chosen.reason
+    for name, value in {"global_batch": global_batch, "micro_batch": micro_batch}.items():
+        if value is not None:
+            faults.whole(name, value, 1, "write a positive whole number")
+    if tokens is not None and not (is_number(tokens) and tokens > 0):
+        faults.add(f"tokens={tokens!r}", allowed="a number above 0", fix="write 1e9")
+    words: dict[str, Any] = {"gpu": gpu, "gpus": gpus, "precision": mode, "interconnect_gbps": interconnect_gbps}
+    words |= {"nvlink": nvlink, "gpus_per_node": gpus_per_node}
+    base = faults.unwrap(checked(shape, faults, STRATEGIES, **words))
     layouts = _layouts(shape, base, global_batch, offload)
     tried = [_best_of(shape, layout, global_batch, micro_batch) for layout in layouts]
     kept = [each for each in tried if each is not None]

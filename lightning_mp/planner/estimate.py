@@ -156,10 +156,8 @@ def estimate(  # noqa: PLR0913  what there is to say of a layout, by name
         PlanError: an unknown word, degrees that do not fill the GPUs, a mode that the GPU cannot do; all at once.
     """
     words = {name: value for name, value in locals().items() if name != "shape"}
-    with Faults("estimate") as faults:
-        layout = checked(shape, faults, STRATEGIES, **words)
-    assert layout is not None
-    return of_layout(shape, layout)
+    faults = Faults("estimate")
+    return of_layout(shape, faults.unwrap(checked(shape, faults, STRATEGIES, **words)))
 
 
 def of_layout(shape: ModelShape, layout: Layout) -> Estimate:

@@ -309,11 +309,10 @@ def checked(
         faults.add(f"interconnect_gbps={interconnect_gbps!r}", allowed="Gbit/s of a node, above 0", fix="write 400")
     if faults.found or found is None or mode is None:
         return None
-    gbps = default_gbps(found) if interconnect_gbps is None else interconnect_gbps
+    stages, split = said.get("pipeline", 1), said.get("tensor", 1) * said.get("context", 1)
+    said = {"data": said["gpus"] // (stages * split), "accumulate": 4 * stages if stages > 1 else 1, **said}
+    gbps = interconnect_gbps or default_gbps(found)
     layout = Layout(found, strategy=strategy, precision=mode, interconnect_gbps=gbps, **said)
-    data = said.get("data", layout.gpus // (layout.tensor * layout.pipeline * layout.context))
-    accumulate = said.get("accumulate", 4 * layout.pipeline if layout.pipeline > 1 else 1)
-    layout = replace(layout, data=data, accumulate=accumulate)
     _check_degrees(layout, shape, faults)
     return layout
 
