@@ -20,7 +20,6 @@ from lightning_mp.errors import Faults, counted, install_line
 if TYPE_CHECKING:
     import torch
 
-    from lightning_mp.policy.hardware import Device
     from lightning_mp.precision_audit.audit import AuditReport
     from lightning_mp.record.findings import Finding
 
@@ -37,15 +36,11 @@ def doctor(
 
     Example: lightning-mp doctor experiment=llama_tiny plan=fp16
     """
-    from lightning_mp.policy.hardware import find
     from lightning_mp.record.findings import exit_status, show, to_json
 
-    # what the model's own code prints is no part of the answer
     progress("examining ...")
-    with refusals("doctor"), redirect_stdout(sys.stderr):
-        with Faults("doctor") as faults:
-            chosen = find(gpu, faults) if gpu else None
-        findings = _examine(arguments or [], config_dir or [], None if chosen is None else chosen.device)
+    with refusals("doctor"), redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+        findings = _examine(arguments or [], config_dir or [], gpu)
     if as_json:
         typer.echo(to_json(findings))
     else:
@@ -55,16 +50,18 @@ def doctor(
     raise typer.Exit(exit_status(findings))
 
 
-def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Device | None) -> list[Finding]:
+def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], gpu: str) -> list[Finding]:
     """What :func:`lightning_mp.doctor` finds. The model may be any ``torch.nn.Module``.
 
     Without a plan the run is one of Lightning's own precisions: ``trainer.precision``.
     """
     parts = load_parts()
     from lightning_mp.cli.config import composed
+    from lightning_mp.policy.hardware import find
     from lightning_mp.preflight.doctor import doctor as examine
 
     faults = Faults("doctor")
+    chosen = find(gpu, faults) if gpu else None
     with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (config, places):
         regime = parts.regime(config, places, faults)
         faults.raise_if_any()
@@ -76,7 +73,7 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], device: Devi
             plan, trainer = regime
             strategy = trainer["strategy"]
         faults.raise_if_any()
-        return examine(model, plan, strategy, trainer, device=device)
+        return examine(model, plan, strategy, trainer, device=None if chosen is None else chosen.device)
 
 
 # ---------------------------------------------------------------------- audit
