@@ -452,10 +452,11 @@ def _named_policy(plan: PlanLike, faults: Faults) -> tuple[str, PrecisionPolicy]
     try:
         if isinstance(plan, Mapping):
             return str(plan.get("precision", "plan")), MixedPrecisionPlan.from_config(plan).policy
-        if isinstance(plan, PathLike) or plan.endswith((".yaml", ".yml")) or "/" in plan:
-            return Path(plan).stem, MixedPrecisionPlan.from_config(plan).policy
-        if plan in PRESETS or precision_word(plan) is not None:
-            return plan, preset(plan) if plan in PRESETS else PrecisionPolicy(precision=plan)
+        word = str(plan)
+        if isinstance(plan, PathLike) or word.endswith((".yaml", ".yml")) or "/" in word:
+            return Path(word).stem, MixedPrecisionPlan.from_config(plan).policy
+        if word in PRESETS or precision_word(word) is not None:
+            return word, preset(word) if word in PRESETS else PrecisionPolicy(precision=word)
         allowed = ", ".join([*PRECISIONS, *PRESETS, "a YAML file"])
         faults.add(f"plan {plan!r}", allowed=allowed, fix=precision_fix(plan, (), PRESETS))
     except PlanError as error:
