@@ -302,7 +302,7 @@ def checked(
         faults.unknown("strategy", strategy, strategies, "write one of these")
     faults.one_of("checkpointing", words.get("checkpointing", "none"), CHECKPOINTING, "write 'none' to keep all")
     faults.one_of("nvlink", words.get("nvlink", "full"), NVLINK, "write 'none' for GPUs on PCIe")
-    said = {name: value for name, value in words.items() if value is not None}
+    said: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
     for name in said.keys() & _COUNTS:
         faults.whole(name, said[name], 1, "write a positive whole number")
     if interconnect_gbps is not None and not (is_number(interconnect_gbps) and interconnect_gbps > 0):
