@@ -150,10 +150,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             # an overflow with a finite loss is the scaler's search for the right scale
             scale_warmup = not run.bad_loss and (run.scale or 0.0) > _FLOOR
             self._in_a_row += not scale_warmup
-            allowed, kind = (
-                0 if self.on_trip == "raise" else self.max_consecutive,
-                "loss" if run.bad_loss else "gradient",
-            )
+            allowed = 0 if self.on_trip == "raise" else self.max_consecutive
+            kind = "loss" if run.bad_loss else "gradient"
             verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
             run.bad_steps.explain(
                 action=self.on_trip,

@@ -61,11 +61,8 @@ def bad_step(
     ``ordinary``: of an overflow under loss scaling, after which the scaler skips the step and lowers the scale.
     """
     if ordinary:
-        severity, action, advice = "info", "skip", ""
-        cause, known = (
-            "the loss scale has become too large; the scaler lowers it",
-            {"loss_scale": evidence["loss_scale"]},
-        )
+        severity, action, known = "info", "skip", {"loss_scale": evidence["loss_scale"]}
+        cause, advice = "the loss scale has become too large; the scaler lowers it", ""
     else:
         cause, advice = diagnosis.cause, diagnosis.advice(bad_loss, under_plan=under_plan)
         known = {"role": diagnosis.origin and diagnosis.origin.role, "batch_idx": diagnosis.batch_idx, **evidence}

@@ -117,9 +117,6 @@ class AlertSettings:
         return cls(**given)
 
 
-# ---------------------------------------------------------------------- numbers
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """The numbers of the optimizer step ``step``; ``None`` where one is not known: rules skip it.
@@ -142,33 +139,27 @@ class Reading:
     memory_gib: float | None = None
 
 
-#: a normal distribution's standard deviation in median absolute deviations
-SIGMA = 1.4826
 Window = deque[float]
 
 
-def full(window: Window) -> bool:
-    """Whether it holds as many as it can."""
+def _full(window: Window) -> bool:
     return len(window) == window.maxlen
 
 
-def parts(window: Window, count: int) -> list[list[float]]:
-    """``count`` pieces of it in order, none shorter than another by more than one."""
+def _medians(window: Window, count: int) -> list[float]:
+    """Those of ``count`` pieces of it in order, none shorter than another by more than one."""
     edges = [len(window) * edge // count for edge in range(count + 1)]
-    return [list(islice(window, first, last)) for first, last in pairwise(edges)]
+    return [median(islice(window, first, last)) for first, last in pairwise(edges)]
 
 
-def sigma(values: Iterable[float], center: float) -> float:
+def _sigma(values: Iterable[float], center: float) -> float:
     """The standard deviation of normal numbers around ``center``, from their median absolute deviation."""
-    return SIGMA * median([abs(value - center) for value in values])
+    return 1.4826 * median([abs(value - center) for value in values])
 
 
-def known(value: float | None) -> float | None:
-    """The number if it is known and finite, else ``None``."""
+def _known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
-
-# ---------------------------------------------------------------------- what is said
 
 #: for an overflow that no loss scale can help; ``{pinned}`` is how modules are pinned in this run
 _BEYOND_FP16 = (
@@ -217,11 +208,8 @@ _TEXTS: dict[str, tuple[str, str]] = {
 }
 
 
-# ---------------------------------------------------------------------- rules
-
-
-class Found(NamedTuple):
-    """A condition that holds in a reading: the offending number, the evidence, and a key of the texts."""
+class Condition(NamedTuple):
+    """One that holds in a reading: the offending number, the evidence, and a key of the texts."""
 
     value: float
     evidence: Mapping[str, Any]
@@ -257,28 +245,26 @@ class Rule:
         if reading.step == self.last_step:
             return None
         self.last_step = reading.step
-        value = known(getattr(reading, self.reads))
+        value = _known(getattr(reading, self.reads))
         self.seen += value is not None
-        found = None if value is None else self.judge(value, reading)
-        if found is None:
-            self.cooldown = max(0, self.cooldown - 1)
+        condition = None if value is None else self.judge(value, reading)
+        begins = self.cooldown == 0
+        self.cooldown = max(0, self.cooldown - 1) if condition is None else self.readings_between
+        if condition is None or not begins:
             return None
-        begins, self.cooldown = self.cooldown == 0, self.readings_between
-        if not begins:
-            return None
-        cause, advice = _TEXTS[found.text or self.kind]
+        cause, advice = _TEXTS[condition.text or self.kind]
         pinned = pinning(["…"], under_plan=under_plan).partition(", before")[0]
         return Event(
             step=reading.step,
             kind=self.kind,
             severity=self.severity,
-            value=found.value,
-            evidence=found.evidence,
+            value=condition.value,
+            evidence=condition.evidence,
             cause=cause,
             advice=advice.format(pinned=pinned),
         )
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         """Add a known number to the windows; the condition if it holds, whether or not it held before."""
         raise NotImplementedError
 
@@ -298,23 +284,23 @@ class GradNormSpike(Rule):
     #: the first full window's median
     level: float | None = None
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         norms, settings = self.window("norms", self.settings.spike_window), self.settings
         before = list(norms)
         norms.append(value)
-        if self.level is None and full(norms):
+        if self.level is None and _full(norms):
             self.level = median(norms)
         center = median(before) if len(before) == norms.maxlen else math.inf
         if value <= center:
             return None
         ratio = value / center if center else math.inf
-        spread = sigma(before, center)
+        spread = _sigma(before, center)
         sigmas = (value - center) / spread if spread else math.inf
         harmless = value < settings.spike_level * (self.level or 0.0) and ratio < settings.spike_far
         if ratio < settings.spike_ratio or sigmas < settings.spike_sigmas or harmless:
             return None
         numbers = {"grad_norm": value, "median": center, "ratio": ratio, "sigmas": sigmas, "window": len(before)}
-        return Found(value, numbers)
+        return Condition(value, numbers)
 
 
 class LossDivergence(Rule):
@@ -330,19 +316,19 @@ class LossDivergence(Rule):
     #: the lowest median of a window, and the standard deviation in it
     lowest, spread = math.inf, 0.0
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         size = self.settings.divergence_window
         first, losses, high = self.window("first", _FIRST), self.window("losses", size), self.window("high", size)
-        found = None
+        condition = None
         if self._is_high(value):
             numbers = {"loss": value, "lowest": self.lowest, "first": median(first), "readings": len(high)}
-            found = Found(value, numbers)
-        if not full(first):
+            condition = Condition(value, numbers)
+        if not _full(first):
             first.append(value)
         losses.append(value)
-        if full(losses) and (level := median(losses)) < self.lowest:
-            self.lowest, self.spread = level, sigma(losses, level)
-        return found
+        if _full(losses) and (level := median(losses)) < self.lowest:
+            self.lowest, self.spread = level, _sigma(losses, level)
+        return condition
 
     def _is_high(self, loss: float) -> bool:
         """Whether enough readings in a row are high; ``high`` holds them."""
@@ -351,7 +337,7 @@ class LossDivergence(Rule):
         # seldom, and what follows costs more
         if rise > 0 and rise > self.settings.divergence_progress * (median(first) - self.lowest):
             # the quietest stretch was quiet by chance, too
-            far = self.settings.divergence_sigmas * max(self.spread, sigma(losses, median(losses)))
+            far = self.settings.divergence_sigmas * max(self.spread, _sigma(losses, median(losses)))
         if rise <= far / 2:
             high.clear()
             return False
@@ -378,29 +364,29 @@ class LossPlateau(Rule):
     #: the largest median update ratio of half a window
     peak = 0.0
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         for name in ("loss", "grad_norm", "update_ratio", "lr"):
-            window, number = self.window(name, self.settings.plateau_window), known(getattr(reading, name))
+            window, number = self.window(name, self.settings.plateau_window), _known(getattr(reading, name))
             window.extend([] if number is None else [number])
         losses, norms, ratios, rates = (self._windows[name] for name in ("loss", "grad_norm", "update_ratio", "lr"))
-        if full(ratios):
-            self.peak = max(self.peak, median(parts(ratios, 2)[1]))
-        why = self._why(norms, ratios, rates) if full(losses) and median(losses) != 0 else None
+        if _full(ratios):
+            self.peak = max(self.peak, _medians(ratios, 2)[1])
+        why = self._why(norms, ratios, rates) if _full(losses) and median(losses) != 0 else None
         if why is None:
             return None
-        if full(norms):
-            earlier, later = map(median, parts(norms, 2))
+        if _full(norms):
+            earlier, later = _medians(norms, 2)
             if later < self.settings.plateau_falling * earlier:
                 return None
         numbers: dict[str, Any] = {name: median(window) for name, window in self._windows.items() if window}
-        return Found(value, {**numbers, "window": len(losses)}, why)
+        return Condition(value, {**numbers, "window": len(losses)}, why)
 
     def _why(self, norms: Window, ratios: Window, rates: Window) -> str | None:
-        if full(norms) and norms[-1] == 0 and median(norms) == 0:
+        if _full(norms) and norms[-1] == 0 and median(norms) == 0:
             return "zero gradients"
         least = max(_FP32_ROUNDING, self.settings.plateau_still * self.peak)
-        scheduled = full(rates) and max(rates) > _STEADY * min(rates)
-        if scheduled or not full(ratios) or median(ratios) > least:
+        scheduled = _full(rates) and max(rates) > _STEADY * min(rates)
+        if scheduled or not _full(ratios) or median(ratios) > least:
             return None
         return "zero rate" if rates and rates[-1] == 0 else "still"
 
@@ -418,14 +404,14 @@ class ScaleCollapse(Rule):
     kind, reads = "scale_collapse", "loss_scale"
     severity = "error"
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         low = reading.scale_at_floor or value < _USELESS
         skips = self.window("skips", _RECENT)
         skips.append(float(low and reading.skipped))
         count = int(sum(skips))
         if not low or count < self.settings.collapse_skips:
             return None
-        return Found(value, {"loss_scale": value, "skipped_at_floor": count, "of_readings": len(skips)})
+        return Condition(value, {"loss_scale": value, "skipped_at_floor": count, "of_readings": len(skips)})
 
 
 class SkipStreak(Rule):
@@ -436,14 +422,14 @@ class SkipStreak(Rule):
     #: how many of the skips in a row were made while the scale was still above
     scale_warmup = 0
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         scale, skips = reading.loss_scale, reading.skips_in_a_row
         self.scale_warmup = skips if scale is not None and scale >= _SEARCHING else min(self.scale_warmup, skips)
         if skips - self.scale_warmup < self.settings.streak_skips:
             return None
         if scale is None:
-            return Found(float(value), {"skips_in_a_row": skips}, "skips without a scale")
-        return Found(float(value), {"skips_in_a_row": skips, "loss_scale": scale})
+            return Condition(float(value), {"skips_in_a_row": skips}, "skips without a scale")
+        return Condition(float(value), {"skips_in_a_row": skips, "loss_scale": scale})
 
 
 #: pieces of the window whose medians all have to rise
@@ -455,21 +441,21 @@ class MemoryGrowth(Rule):
 
     kind, reads = "memory_growth", "memory_gib"
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         if self.seen <= self.settings.memory_warmup:
             return None
         kept, steps = (self.window(name, self.settings.memory_window) for name in ("memory", "steps"))
         kept.append(value)
         steps.append(reading.step)
-        if not full(kept) or value <= kept[0]:  # in most runs it does not grow, and the check is free
+        if not _full(kept) or value <= kept[0]:  # in most runs it does not grow, and the check is free
             return None
-        levels = [median(piece) for piece in parts(kept, _PIECES)]
+        levels = _medians(kept, _PIECES)
         grown = levels[-1] - levels[0]
         worth = max(self.settings.memory_gib, self.settings.memory_ratio * levels[0])
         if grown < worth or not all(before < after for before, after in pairwise(levels)):
             return None
         rate = 1000 * grown / (reading.step - int(steps[0]))
-        return Found(value, {"memory_gib": value, "before": levels[0], "gib_per_1000_steps": rate})
+        return Condition(value, {"memory_gib": value, "before": levels[0], "gib_per_1000_steps": rate})
 
 
 class ThroughputDrop(Rule):
@@ -484,31 +470,23 @@ class ThroughputDrop(Rule):
         self.reads = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
         return super().evaluate(reading, under_plan)
 
-    def judge(self, value: float, reading: Reading) -> Found | None:
+    def judge(self, value: float, reading: Reading) -> Condition | None:
         rates = self.window("rates", self.settings.throughput_window)
         if self.seen > self.settings.throughput_warmup:
             rates.append(value)
-        if not full(rates):
+        if not _full(rates):
             return None
         rate = median(rates)
         self.best = max(self.best, rate)
         if rate >= self.settings.throughput_ratio * self.best:
             return None
-        return Found(rate, {self.reads: rate, "before": self.best, "ratio": rate / self.best, "readings": len(rates)})
+        return Condition(
+            rate, {self.reads: rate, "before": self.best, "ratio": rate / self.best, "readings": len(rates)}
+        )
 
-
-# ---------------------------------------------------------------------- all of them
 
 #: in the order in which their events are reported
-_RULES: tuple[type[Rule], ...] = (
-    GradNormSpike,
-    LossPlateau,
-    LossDivergence,
-    ScaleCollapse,
-    SkipStreak,
-    ThroughputDrop,
-    MemoryGrowth,
-)
+_RULES = (GradNormSpike, LossPlateau, LossDivergence, ScaleCollapse, SkipStreak, ThroughputDrop, MemoryGrowth)
 
 
 class Alerts:
@@ -526,7 +504,7 @@ class Alerts:
         ``only`` restricts it to rules of those kinds. A rule evaluates a step once, so that some rules can run before
         the optimizer's step and the rest after it.
         """
-        events = [rule.evaluate(reading, self.under_plan) for rule in self.rules if rule.kind in only]
+        events = (rule.evaluate(reading, self.under_plan) for rule in self.rules if rule.kind in only)
         return [event for event in events if event is not None]
 
     def holds(self, kind: Kind) -> bool:

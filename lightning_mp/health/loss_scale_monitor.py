@@ -40,9 +40,7 @@ class LossScaleMonitor(RunCallback):
         self.every_n_steps = every_n_steps
         self._rows: deque[dict[str, float]] = deque(maxlen=IN_MEMORY)
         self._said_none = False
-        #: scale and skips on the progress bar, short: ``scale=2^16, skipped=3``; the loggers keep the long names
         self._bar: Override | None = None
-        self._on_bar: dict[str, str] = {}
         self._reset()
 
     @property
@@ -57,7 +55,9 @@ class LossScaleMonitor(RunCallback):
         self._to_host: ToHost | None = None
         if self._bar is not None:
             self._bar.remove()
-        self._bar, self._on_bar = None, {}
+        self._bar = None
+        #: scale and skips on the progress bar, short: ``scale=2^16, skipped=3``; the loggers keep the long names
+        self._on_bar: dict[str, str] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_copy(trainer, "LossScaleMonitor")

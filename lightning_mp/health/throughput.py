@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -25,8 +24,6 @@ from lightning_mp.policy.precision_policy import DTYPES_OF
 from lightning_mp.record import metric_names
 
 Count = Callable[[Any], "int | Tensor | None"]
-
-
 FLOPS, SECONDS = "flops_per_s", "seconds"
 #: what one rank has processed since the last reading, named as what is made of it; ``None`` where that is not known of
 #: a batch in it
@@ -44,7 +41,7 @@ class Throughput:
     def __init__(self, tokens: Count | None, samples: Count | None, peak_flops: float | None) -> None:
         self._tokens, self._samples = tokens, samples
         self._counter: CountFlops | None = None
-        self._uninstall: Callable[[], None] | None = None
+        self._uninstall: Callable[[], object] = lambda: None
         #: the FLOPs of the first batch, its tokens and its samples
         self._counted: tuple[float, Any, Any] | None = None
         self._last: float | None = None
@@ -69,8 +66,9 @@ class Throughput:
             self._last = time.perf_counter()
         if self._counted is None:
             self._choose(trainer, batch)
-            self._counter = CountFlops()
-            self._uninstall = self._uninstall or around_passes(trainer, lambda: self._counter or nullcontext())
+            self.stop_counting()
+            self._counter = counter = CountFlops()
+            self._uninstall = around_passes(trainer, lambda: counter)
         tokens, samples = (None if count is None else count(batch) for count in (self._tokens, self._samples))
         self._batch = tokens, samples
 
@@ -88,9 +86,8 @@ class Throughput:
 
     def stop_counting(self) -> None:
         """No more FLOPs are counted."""
-        self._counter, uninstall, self._uninstall = None, self._uninstall, None
-        if uninstall is not None:
-            uninstall()
+        self._uninstall()
+        self._counter, self._uninstall = None, lambda: None
 
     def batch_ends(self) -> None:
         """Add the batch to what was processed."""
@@ -123,16 +120,16 @@ class Throughput:
 
 
 def default_tokens(batch: Any) -> int | None:
-    """The size of the token ids in ``batch``; ``None`` where it has none.
-
-    They are its ``input_ids``, or the 2-D integer tensor that it is, or that it begins with where one as large comes
-    next (labels, a mask): before anything else it may as well be a table of categories.
-    """
+    """The size of the token ids in ``batch``; ``None`` where it has none."""
     ids = _token_ids(batch)
     return None if ids is None else ids.numel()
 
 
 def _token_ids(batch: Any) -> Tensor | None:
+    """Its ``input_ids``, or the 2-D integer tensor that it is, or begins with where one as large (labels) comes next.
+
+    Before anything else that may as well be a table of categories.
+    """
     after: Any = None
     if isinstance(batch, (tuple, list)) and batch:  # what comes later may be classes, several of a sample
         batch, after = cast("list[Any]", [*batch, None])[:2]
@@ -152,18 +149,15 @@ def samples_in(batch: Any) -> int | None:
 
 def _compute_dtype(trainer: Trainer) -> str | None:
     """The dtype of most matrix products of the run."""
-    plugin, precision = trainer.precision_plugin, str(trainer.precision)
+    plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
         dtype = plugin.policy.compute_dtype
     else:
-        _, dtype = DTYPES_OF.get(precision, (None, None))
+        _, dtype = DTYPES_OF.get(str(trainer.precision), (None, None))
         dtype = None if dtype == "fp64" else dtype  # of which no peak is known
     matmul: Any = torch.backends.cuda.matmul
     tf32 = dtype == "fp32" and has_tf32(trainer.strategy.root_device) and matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else dtype
-
-
-# ---------------------------------------------------------------------- FLOPs
 
 
 class CountFlops(compat.TorchDispatchMode):
@@ -226,15 +220,9 @@ def _without_scores(rule: Callable[..., int], *args: Any, **kwargs: Any) -> int:
     return rule(*args, **kwargs) * 4 // 5
 
 
+_ON_CPU = dict(zip(compat.cpu_attention(), (_attention, _attention_backward), strict=True))
 #: an operator's FLOPs from its arguments
 _RULES: dict[Any, Callable[..., int]] = {
-    **cast("dict[Any, Callable[..., int]]", flop_registry),
-    **dict(zip(compat.cpu_attention(), (_attention, _attention_backward), strict=True)),
+    op: partial(_without_scores, rule) if "attention" in str(op) and str(op).endswith("backward") else rule
+    for op, rule in {**flop_registry, **_ON_CPU}.items()
 }
-_RULES.update(
-    {
-        op: partial(_without_scores, rule)
-        for op, rule in _RULES.items()
-        if "attention" in str(op) and str(op).endswith("backward")
-    }
-)

@@ -64,13 +64,10 @@ def show_alert(writer: str, event: Event) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    colour = "red" if event.severity == "error" else "yellow"
-    what = str(replace(event, cause="", advice=""))
-    lines = {"what": what, "why": event.cause, "do": event.advice}
+    lines = {"what": str(replace(event, cause="", advice="")), "why": event.cause, "do": event.advice}
     text = Text("\n").join(Text.assemble((f"{name:5}", "bold"), said) for name, said in lines.items() if said)
-    Console(stderr=True).print(
-        Panel(text, title=f"{writer}: {event.severity}", border_style=colour, title_align="left")
-    )
+    colour, title = "red" if event.severity == "error" else "yellow", f"{writer}: {event.severity}"
+    Console(stderr=True).print(Panel(text, title=title, border_style=colour, title_align="left"))
 
 
 def is_fresh(trainer: Trainer) -> bool:
@@ -126,8 +123,8 @@ def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
         if path is not None and is_ours(Path(path)):
             with suppress(InUseError):  # the run that resumes gets another
                 return open_(path, resumed_at=resumed_at)
-    numbered = (home / (FALLBACK if number == 1 else f"{FALLBACK}_{number}") for number in itertools.count(1))
-    for path in chain([] if logged is None else [logged], numbered):
+    numbered = (home / f"{FALLBACK}_{number}" for number in itertools.count(2))
+    for path in chain([] if logged is None else [logged], [home / FALLBACK], numbered):
         with suppress(InUseError):
             return open_(path, new=True)
     raise AssertionError("there are always more candidates")
@@ -143,10 +140,10 @@ def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
         here = "." if _is_remote(root) else root
         rank_zero_info(f"{folder} is not a local folder: the files of this run are written below {here!r}")
         return None, Path(here)
-    if own is not None and save_dir is not None:  # a version folder
-        return (None if Path(own).resolve() == Path(save_dir).resolve() else Path(own)), Path(own)
     if save_dir is None:
         return None, Path(root)
+    if own is not None:  # a version folder
+        return (None if Path(own).resolve() == Path(save_dir).resolve() else Path(own)), Path(own)
     return None, Path(save_dir, *(str(part) for part in (logger.name, logger.version) if part not in (None, "")))
 
 
@@ -248,6 +245,7 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
     ``status`` is ``"running"``, ``"finished"`` or ``"failed"``.
     """
     plugin = trainer.precision_plugin
+    told = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
     values: dict[str, Any] = {
         "status": status,
         "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -257,12 +255,7 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "plan": plugin.policy.to_dict() if isinstance(plugin, PlanBase) else None,
-        "trainer": {
-            "max_steps": trainer.max_steps,
-            "max_epochs": trainer.max_epochs,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
-        },
+        "trainer": {name: getattr(trainer, name) for name in told},
     }
     if isinstance(plugin, PlanBase) and plugin.fp8_layers:
         values["fp8_layers"] = [asdict(layer) for layer in plugin.fp8_layers]
@@ -272,13 +265,8 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
 def machine(device: torch.device) -> dict[str, Any]:
     """What a run ran on."""
     known = describe(device)
-    return {
-        "device": known.name,
-        "type": known.type,
-        "memory_bytes": known.memory,
-        "cpus": os.cpu_count(),
-        "system": platform.platform(),
-    }
+    on = {"device": known.name, "type": known.type, "memory_bytes": known.memory}
+    return {**on, "cpus": os.cpu_count(), "system": platform.platform()}
 
 
 def versions() -> dict[str, str]:

@@ -45,9 +45,6 @@ def guard(tmp_path: Path) -> Any:
     return partial(NonFiniteGuard, run_dir=tmp_path)
 
 
-# ---------------------------------------------------------------------- what is told
-
-
 @every_mode
 @pytest.mark.parametrize("how", FAULTS)
 def test_the_event_names_step_module_parameter_and_batch(guard: Any, how: str, mode: str, tmp_path: Path) -> None:
@@ -63,9 +60,6 @@ def test_the_event_names_step_module_parameter_and_batch(guard: Any, how: str, m
         assert (event.evidence["batch_idx"], event.evidence["skips_in_a_row"]) == (BAD, 1)
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert lines == [event.to_dict() for event in watched.events]
-
-
-# ---------------------------------------------------------------------- what is skipped
 
 
 #: but for torch's fused SGD on the CPU, which leaves bf16 parameters as they were
@@ -126,9 +120,6 @@ def test_one_bad_micro_batch_costs_the_whole_window(guard: Any, bad: int, mode: 
     assert same_weights(trace.weights[3], trace.weights[7])
 
 
-# ---------------------------------------------------------------------- what stands still
-
-
 def test_schedulers_and_averages_stand_still(guard: Any) -> None:
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
@@ -144,9 +135,6 @@ def test_schedulers_and_averages_stand_still(guard: Any) -> None:
     assert [lr for batch, lr in enumerate(broken.lrs) if batch not in (2, 3)] == clean.lrs
     assert same_weights(weights(broken), weights(clean))  # the averages, swapped in at the end
     assert "lr_scheduler_step" not in vars(broken)
-
-
-# ---------------------------------------------------------------------- the budget
 
 
 @every_mode
@@ -188,9 +176,6 @@ def test_a_run_that_applied_no_step_ends_as_an_error(
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
 
 
-# ---------------------------------------------------------------------- all kinds of runs
-
-
 # ---------------------------------------------------------------------- manual optimization and other optimizers
 
 
@@ -230,9 +215,6 @@ def test_a_gradient_that_a_hook_of_the_module_spoils_is_skipped_and_named(guard:
     assert "on_before_optimizer_step" not in vars(module)
 
 
-# ---------------------------------------------------------------------- a lower learning rate
-
-
 # ---------------------------------------------------------------------- the callback itself
 
 
@@ -260,8 +242,6 @@ def test_a_resumed_run_takes_the_counts_up(guard: Any, tmp_path: Path) -> None:
     assert caught.value.step == 5  # the skip of step 3 counts too
     assert (second.skipped_steps, second.applied_steps) == (4, 2)
 
-
-# ---------------------------------------------------------------------- a plan does the same
 
 # A plan looks at gradients, and those of a loss of inf may be finite.
 SKIPPED = [how for how in FAULTS if how not in ("weight", "infinite loss")]

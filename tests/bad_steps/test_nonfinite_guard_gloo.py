@@ -1,14 +1,15 @@
-"""The guard under Lightning's own distributed strategies: one rank's fault is everybody's skip, and is named."""
+"""One rank's fault is everybody's skip, and is named: of the guard, and of a replay alone under every strategy."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from support.comparing import of_training, same
-from support.guarded import GUILTY, HOSTS, Guarded, NoFolder, Rewound, UnderDeepSpeed
+from support.guarded import GUILTY, HOSTS, Guarded, NoFolder, Replayed, Rewound, UnderDeepSpeed
 from support.models import same_weights
 from support.nonfinite import BAD, FAULTS
 from support.ranks import Ranks
@@ -92,3 +93,29 @@ def test_a_folder_that_cannot_be_opened_ends_every_rank_with_its_cause(ranks: Ra
     for said in ranks.run(NoFolder(tmp_path / "file" / "run")):
         assert "the run's folder cannot be opened" in said.lower()
         assert str(tmp_path / "file") in said
+
+
+REPLAYED = ("ddp", "fsdp2", "fsdp1", "deepspeed_zero1", "deepspeed_zero3")
+REPLAYS: dict[str, Replayed] = {
+    **{f"{name} gradient": Replayed(name, "16-mixed", "gradient") for name in REPLAYED},
+    "ddp batch": Replayed("ddp", "16-mixed", "batch"),
+    "zero3 infinite loss": Replayed("deepspeed_zero3", "16-mixed", "infinite loss"),
+    "fsdp2 bf16-mixed": Replayed("fsdp2", "bf16-mixed", "gradient"),
+}
+
+
+@pytest.mark.parametrize("key", REPLAYS)
+def test_the_guilty_rank_is_named_everywhere_and_only_for_the_bad_batch(ranks: Ranks, key: str) -> None:
+    case = REPLAYS[key]
+    one, other = ranks.run(case)
+    assert one["diagnoses"] == other["diagnoses"]
+    assert one["batches"][BAD] == other["batches"][BAD] == BAD
+    module, _, bad_loss = FAULTS[case.how]
+    bad: tuple[Any, ...] = (GUILTY, module, bad_loss)
+    if case.strategy.startswith("deepspeed") and not bad_loss:  # backward is the engine's alone
+        bad = (None, None, False)
+    assert one["diagnoses"][BAD] == bad
+    healthy = [diagnosis for batch, diagnosis in enumerate(one["diagnoses"]) if batch != BAD]
+    assert {diagnosis[1:] for diagnosis in healthy} == {(None, False)}
+    for result in (one, other):  # and it is the same run as without a replay
+        assert same_weights(result["asked"], result["plain"])

@@ -47,9 +47,6 @@ def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any
     return asks.diagnoses[0]
 
 
-# ---------------------------------------------------------------------- what is named
-
-
 def test_a_window_is_gone_after_its_step() -> None:
     """Of 8 micro-batches in two windows no more than one window lives."""
     alive: list[int] = []
@@ -76,9 +73,6 @@ def test_a_replay_that_fails_says_so_and_looks_at_the_gradients() -> None:
     assert "the replay of batch 3 failed" in str(diagnosis.note)
     assert diagnosis.origin is not None
     assert diagnosis.origin.phase == "backward"
-
-
-# ---------------------------------------------------------------------- what is left behind: nothing
 
 
 class Trace(Callback):

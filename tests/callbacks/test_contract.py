@@ -237,8 +237,6 @@ def test_a_module_without_an_optimizer_takes_each_batch_once(mode: str) -> None:
     assert module.seen == 8
 
 
-# ---------------------------------------------------------------------- dispatch modes
-
 WATCHING: dict[str, Callable[[Path], Any]] = {
     "health": lambda folder: TrainingHealth(folder, report=False),
     "audit": lambda folder: PrecisionAudit(run_dir=folder),

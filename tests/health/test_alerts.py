@@ -61,8 +61,6 @@ def test_what_cannot_be_is_refused_and_says_what_could(given: object, says: str)
         AlertSettings.of(given)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------- spikes of the gradient norm
-
 ARMED = AlertSettings().spike_window
 
 
@@ -113,9 +111,6 @@ def test_units_do_not_matter(power: int, seed: int, at: int, times: float) -> No
     norms = with_spikes({at: times}, count=150, seed=seed)
     scaled = [norm * 2.0**power for norm in norms]
     assert steps("grad_norm_spike", rows(grad_norm=scaled)) == steps("grad_norm_spike", rows(grad_norm=norms))
-
-
-# ---------------------------------------------------------------------- the loss
 
 
 def falling() -> list[float]:
@@ -181,9 +176,6 @@ def test_weights_that_stopped_are_found_a_window_later(columns: dict[str, Any], 
     assert 600 <= event.step < 600 + WINDOW + 3
 
 
-# ---------------------------------------------------------------------- speed and memory
-
-
 def timed(seconds: list[float]) -> list[Reading]:
     """Steps of 8 samples."""
     return [Reading(step=step, samples_per_s=8 / each) for step, each in enumerate(seconds)]
@@ -203,9 +195,6 @@ def test_memory_that_creeps_is_found_once_with_its_pace() -> None:
     (event,) = said("memory_growth", rows(memory_gib=[4.0 + 0.001 * step for step in range(1000)]))
     assert event.step == AlertSettings().memory_warmup + AlertSettings().memory_window - 1
     assert event.evidence["gib_per_1000_steps"] == pytest.approx(0.9, rel=0.05)
-
-
-# ---------------------------------------------------------------------- the loss scale
 
 
 def scaled(
@@ -239,8 +228,6 @@ def test_a_scale_at_its_floor_that_still_overflows_has_collapsed() -> None:
     assert event.evidence["skipped_at_floor"] == 3
     assert steps("scale_collapse", scaled("x" * 40, floor=0.0)) == [18], "torch's own goes on; below 1 it has collapsed"
 
-
-# ---------------------------------------------------------------------- what is left alone
 
 COSINE = [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 5000)) for step in range(5000)]
 SCALING: tuple[Kind, ...] = ("skip_streak", "scale_collapse")

@@ -47,9 +47,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------- the numbers
-
-
 @pytest.mark.parametrize("optimizer", ["plain", "fused"])
 @pytest.mark.parametrize("mode", MODES)
 @hosts
@@ -111,9 +108,6 @@ def test_by_hand_with_several_optimizers(host: str, mode: str, optimizer: str, t
         assert row[metric_names.UPDATE_RATIO] > 0
 
 
-# ---------------------------------------------------------------------- work and memory
-
-
 def test_tokens_samples_and_flops_over_the_same_time(tmp_path: Path) -> None:
     mine = TrainingHealth(tmp_path / "run", peak_flops=1e9, report=False)
     fit(Language(gpt2()), data=tokens(), callbacks=[mine])
@@ -155,9 +149,6 @@ def test_what_a_batch_holds_is_known_or_none(batch: Any, tokens: int | None, sam
     assert (default_tokens(batch), samples_in(batch)) == (tokens, samples)
 
 
-# ---------------------------------------------------------------------- where it is written
-
-
 def test_memory_holds_the_last_readings_and_the_files_hold_all(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(run_log, "IN_MEMORY", 3)
     monkeypatch.setattr(loss_scale_monitor, "IN_MEMORY", 3)
@@ -182,9 +173,6 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
         for name in (metric_names.LOSS, metric_names.GRAD_NORM, metric_names.LOSS_SCALE, metric_names.LR):
             points = [(int(row["step"]), float(row[name])) for row in written if row[name]]
             assert points == [(row[metric_names.STEP], pytest.approx(row[name])) for row in mine.rows]
-
-
-# ---------------------------------------------------------------------- runs of every kind
 
 
 # ---------------------------------------------------------------------- what it costs
@@ -243,6 +231,3 @@ def test_what_validation_logged_is_a_row_of_its_own(name: str, tmp_path: Path) -
         {"step": 4, metric_names.VAL_LOSS: 2.5},
         {"step": 8, metric_names.VAL_LOSS: 2.5},
     ]
-
-
-# ---------------------------------------------------------------------- updates that are lost

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFiniteError, PlanError
 from lightning_mp.callbacks import DtypePinning, NonFiniteGuard, PrecisionAudit, TrainingHealth
 from lightning_mp.record import metric_names
-from support import audit_faults
+from support import audit_faults, fp8
 from support.manual import Pair, in_turn
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import plan_for, stock_for
@@ -85,9 +86,6 @@ def alerts(mine: TrainingHealth) -> list[Any]:
     return [event for event in mine.events if event.is_alert]
 
 
-# ---------------------------------------------------------------------- what is not finite
-
-
 @hosts
 def test_a_bad_batch_is_named_where_it_came_in(host: str, tmp_path: Path) -> None:
     mine = watched(tmp_path, Faulty("batch"), max_steps=5, **HOSTS[host]())
@@ -141,9 +139,6 @@ def test_a_guard_beside_it_tells_these_itself(tmp_path: Path) -> None:
     assert mine.rows[-1][metric_names.SKIPPED_STEPS] == 1
 
 
-# ---------------------------------------------------------------------- where events go
-
-
 def test_an_event_is_in_the_file_the_logger_the_console_and_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,9 +178,6 @@ def test_where_a_step_cannot_be_left_out_skip_is_refused(module: Any, named: str
         watched(tmp_path, module(), {"actions": {"grad_norm_spike": "skip"}})
 
 
-# ---------------------------------------------------------------------- actions
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -207,8 +199,6 @@ def test_stop_stops(tmp_path: Path) -> None:
     assert mine.rows[-1][metric_names.STEP] == SPIKE_AT
 
 
-# ---------------------------------------------------------------------- advice
-
 PLANNED = [True, False]
 
 
@@ -229,9 +219,6 @@ def pinned(planned: bool, precision: Any, pins: Any, **plan: Any) -> dict[str, A
 
 def with_callback(arguments: dict[str, Any], callback: Any) -> dict[str, Any]:
     return {**arguments, "callbacks": [*arguments.get("callbacks", ()), callback]}
-
-
-# ---------------------------------------------------------------------- alerts, and the events of non-finite steps
 
 
 class Beyond(Regression):
@@ -267,8 +254,6 @@ def test_alerts_of_a_run_in_fp16(planned: bool, tmp_path: Any) -> None:
         assert not {event.kind for event in mended.events if event.is_alert} & said.keys()
 
 
-# ---------------------------------------------------------------------- the audit
-
 AUDITED: dict[str, tuple[Any, list[bool]]] = {
     "cast behind": (audit_faults.CastBehind, PLANNED),
     "half checkpoint": (audit_faults.HalfCheckpoint, [False]),
@@ -296,3 +281,42 @@ def test_what_the_audit_advises(name: str, planned: bool, tmp_path: Any) -> None
     mended = PrecisionAudit(run_dir=tmp_path / "mended")
     fit(make(), **with_callback(pinned(planned, precision, pins), mended))
     assert mended.report.ok, mended.report.to_markdown()
+
+
+LAYER = "blocks.0.up"
+
+
+class Changed(torch.autograd.Function):
+    """Hands its input on; what comes back is changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.change(gradients[0].clone()), None
+
+
+def _inf(values: Tensor) -> Tensor:
+    return values * torch.inf
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "gradient"])
+def test_under_fp8_the_operand_is_named_too(role: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    module = fp8.Language()
+    layer: Any = module.get_submodule(LAYER)
+    if role == "weight":
+        layer.weight.data[3, 3] = torch.nan
+    elif role == "input":
+        layer.register_forward_pre_hook(lambda _, a: (_inf(a[0]),))
+    else:
+        layer.register_forward_hook(lambda _, a, output: Changed.apply(output, _inf))
+    health = TrainingHealth(tmp_path / "run", report=False)
+    with pytest.raises(NonFiniteError, match="applied 0 of its 2"):
+        fp8.run(module, fp8.plan("rowwise"), data=fp8.texts(rows=8), callbacks=[health], max_steps=2)
+    event = health.events[0]
+    assert event.kind.startswith("nonfinite")
+    assert (event.module, event.evidence["role"]) == (LAYER, role)

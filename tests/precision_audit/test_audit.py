@@ -29,9 +29,6 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
-# ---------------------------------------------------------------------- a bare module
-
-
 def test_a_bare_module_shows_what_it_has() -> None:
     net = _net()
     net[0].half()
@@ -49,9 +46,6 @@ def test_a_pin_that_was_lost_shows_without_a_plan() -> None:
     assert audit(net.to(torch.bfloat16)).ok  # the pin holds
     net[1].weight.data = net[1].weight.data.bfloat16()
     assert [row.module for row in audit(net).rows if not row.ok] == ["1"]
-
-
-# ---------------------------------------------------------------------- a run
 
 
 class Asks(Callback):
@@ -96,8 +90,6 @@ def test_a_trainer_without_a_module_is_refused() -> None:
     with pytest.raises(PlanError, match="Trainer without a module"):
         audit(trainer())
 
-
-# ---------------------------------------------------------------------- the table
 
 ROW = AuditRow(
     module="net",

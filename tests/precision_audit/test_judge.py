@@ -120,8 +120,6 @@ def test_verdicts(declaration: Declaration, seen: dict[str, Any], wanted: str) -
     assert all(difference.found and difference.reason and difference.fix for difference in found)
 
 
-# ---------------------------------------------------------------------- declared
-
 CPU = torch.device("cpu")
 ONE = SingleDeviceStrategy(CPU)
 

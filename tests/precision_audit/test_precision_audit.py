@@ -43,8 +43,6 @@ def _audited(module: LightningModule, folder: Path, **arguments: Any) -> tuple[P
     return callback, [str(one.message) for one in caught if "PrecisionAudit" in str(one.message)]
 
 
-# ---------------------------------------------------------------------- what it is for
-
 #: what is wrong, how it runs, the module and the column that differ, what is said of it
 FAULTS: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str, str, str]] = {
     "a module cast behind the plan": (faults.CastBehind, _bf16(), "net.3", "param", "cast by hand"),
@@ -102,9 +100,6 @@ def test_a_difference_can_stop_the_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "audit.json").read_text())["ok"] is False  # it was written all the same
 
 
-# ---------------------------------------------------------------------- what is there to read
-
-
 def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         callback, told = _audited(Regression(), tmp_path, **_bf16(pins={"net.3": "fp32"}, tf32="high"))
@@ -123,9 +118,6 @@ def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.Log
     logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("PrecisionAudit")]
     assert len(logged) == 1
     assert "tf32='high' changes nothing on CPU" in logged[0]
-
-
-# ---------------------------------------------------------------------- which steps
 
 
 class Hooked(Regression):
@@ -159,9 +151,6 @@ def test_hooks_stand_in_the_steps_looked_at_alone(
     assert [step for step, hooked in enumerate(module.hooked) if hooked] == steps
     assert callback.report is not None
     assert callback.rows[0].optimizer_state == "fp32"
-
-
-# ---------------------------------------------------------------------- however it is run
 
 
 # ---------------------------------------------------------------------- FP8
@@ -206,8 +195,6 @@ def test_a_product_in_bf16_where_fp8_is_declared_is_a_deviation() -> None:
     assert wrong == ["blocks.0.down"]
     assert "did not run in FP8" in watcher.report.explanation()
 
-
-# ---------------------------------------------------------------------- no false alarm
 
 #: model, norms to pin, blocks to recompute
 LANGUAGE: dict[str, tuple[Callable[..., Any], dict[str, str], str]] = {

@@ -105,8 +105,6 @@ def test_a_full_disk_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCapture
     assert len(_lines(tmp_path / "events.jsonl")) == 1
 
 
-# ---------------------------------------------------------------------- events
-
 OVERFLOW = Event(
     step=17,
     kind="nonfinite_grad",

@@ -70,9 +70,6 @@ def _losses(folder: Path) -> list[int]:
     return [row["step"] for row in rows if "train/loss" in row]
 
 
-# ---------------------------------------------------------------------- where
-
-
 def test_without_a_run_dir_it_is_the_loggers_version_folder(tmp_path: Path) -> None:
     writes, logger = Writes(), CSVLogger(tmp_path)
     fit(Regression(), logger=logger, callbacks=[writes], max_steps=2)
@@ -114,9 +111,6 @@ def test_an_alert_is_a_panel_on_a_terminal_and_a_line_elsewhere(
     assert lines[0].startswith("╭─ TrainingHealth: error ─")
     assert lines[1:4] == ["what step 5: scale collapse", "why  an overflow", "do   pin the head"]
     assert {len(line) for line in terminal.text.splitlines()} == {80}
-
-
-# ---------------------------------------------------------------------- again, and resumed
 
 
 def test_a_second_fit_of_a_trainer_goes_on_and_another_trainer_starts_over(tmp_path: Path) -> None:
@@ -207,9 +201,6 @@ def test_a_folder_that_is_refused_leaves_no_hook_in_the_module(in_folder: Path) 
     with pytest.raises(PlanError, match="which this package did not write"):
         fit(module, **QUIET, callbacks=[TrainingHealth(in_folder, actions={"grad_norm_spike": "skip"})])
     assert not {name for name in vars(module).keys() - before if "step" in name}
-
-
-# ---------------------------------------------------------------------- what can go wrong
 
 
 @pytest.mark.parametrize(

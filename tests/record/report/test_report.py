@@ -67,9 +67,6 @@ def _curves(chart: dict[str, Any]) -> dict[str, list[float | None]]:
     return {line["name"]: line["y"] for line in chart["lines"]}
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def test_a_whole_run_is_read_whole(tmp_path: Path) -> None:
     run = load(write_run(tmp_path), "run")
     assert run.faults == []
@@ -92,9 +89,6 @@ def test_a_file_that_is_cut_off_is_named_and_the_rest_is_shown(tmp_path: Path, n
     (fault,) = load(tmp_path, "run").faults
     assert fault.startswith(f"{name} is damaged")
     assert fault in _text(tmp_path)
-
-
-# ---------------------------------------------------------------------- charts
 
 
 def test_a_run_has_a_chart_for_everything_it_recorded(tmp_path: Path) -> None:
@@ -160,9 +154,6 @@ def test_thinning_keeps_extremes_ends_gaps_and_the_order(values: list[float | No
     assert (None in thinned.values) == (None in values)
 
 
-# ---------------------------------------------------------------------- several runs
-
-
 NAN = {"train/loss": math.nan, "health/grad_norm": math.inf}
 HEAD = "under half precision run 'head' in fp32: pins={'head': 'fp32'}, before any other pin"
 #: readings of the steps from 0 on, events, what run.json says, and the verdict
@@ -207,9 +198,6 @@ def test_it_says_first_what_to_conclude(name: str, tmp_path: Path) -> None:
         assert (found["suggested_pins"], found["skipped_steps"]) == ("pins={'head': 'fp32'}", 2)
         charts = {panel.title: draw(panel, [load(tmp_path, "run")]) for panel in lay_out([load(tmp_path, "run")])}
         assert [charts[title]["lines"][0]["y"] for title in ("Loss", "Gradient norm")] == [[None, None]] * 2
-
-
-# ---------------------------------------------------------------------- the file
 
 
 def test_it_is_one_file_in_the_runs_folder(tmp_path: Path) -> None:
@@ -290,9 +278,6 @@ def test_folders_that_hold_no_run_are_refused_all_at_once(tmp_path: Path) -> Non
         assert reason in text
     assert caught.value.faults[3].fix == f"name the runs in it: {tmp_path / 'runs' / 'one'}"
     assert not list(tmp_path.rglob("*.html"))
-
-
-# ---------------------------------------------------------------------- the command
 
 
 def _command(*arguments: str | Path) -> Result:
