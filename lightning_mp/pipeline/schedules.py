@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.optim import Optimizer
 
 from lightning_mp.compat.lightning import LightningModule, trainer_of
@@ -32,11 +31,10 @@ SCHEDULES: dict[str, Any] = {
     "1f1b": pipelining.Schedule1F1B,
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
 }
-
-
-def runs_several(schedule: str) -> bool:
-    """Whether a schedule runs several stages on a rank."""
-    return issubclass(SCHEDULES[schedule], PipelineScheduleMulti)
+#: those that run several stages on a rank
+SEVERAL = ("interleaved_1f1b",)
+#: the error of a batch, or of what the module made of it, from what was given and what to do
+refused = partial(PlanError.of, subject="strategy")
 
 
 class WatchedStage(PipelineStage):
@@ -175,7 +173,7 @@ class Pipeline:
         return mean
 
     def _new_schedule(self, number: int, how: str) -> Any:
-        several, group = runs_several(self.schedule), self.group
+        several, group = self.schedule in SEVERAL, self.group
         forward_only = pipelining.ScheduleLoopedBFS if several else pipelining.ScheduleGPipe
         schedule: Any = SCHEDULES[self.schedule] if how == "step" else forward_only
         stages = [WatchedStage(part, index, self.count, self.device, group=group) for index, part in self.parts.items()]
@@ -258,11 +256,6 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype:
         dist.all_reduce(flat.div_(group.size()), group=group)
         for gradient, piece in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
             gradient.copy_(piece.view_as(gradient))
-
-
-def refused(given: str, fix: str) -> PlanError:
-    """The error of a batch, or of what the module made of it."""
-    return PlanError.of(given, fix, "strategy")
 
 
 class PipelineEngine(StepEngine):

@@ -34,7 +34,7 @@ from lightning_mp.compat.lightning import (
     trainer_of,
     validates,
 )
-from lightning_mp.errors import Faults, PlanError
+from lightning_mp.errors import Faults
 from lightning_mp.fsdp2.units import (
     broadcast_from_first,
     materialize,
@@ -47,12 +47,12 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.pipeline.schedules import (
     SCHEDULES,
+    SEVERAL,
     Pipeline,
     PipelineEngine,
     StashedGradients,
     average,
     refused,
-    runs_several,
 )
 from lightning_mp.pipeline.stages import Cut, Part, cut, units_of
 from lightning_mp.plan.engine import StepEngine
@@ -142,11 +142,9 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         world = self.num_nodes * self.num_processes
         stages, replicas = self._sizes(world)
         if stages * replicas != world or stages < 2:
-            raise PlanError.of(
-                f"stages={stages} and data_parallel_size={replicas} with {world} processes",
-                f"start {max(stages, 2) * replicas} processes, or choose sizes whose product is {world}",
-                "strategy",
-            )
+            given = f"stages={stages} and data_parallel_size={replicas} with {world} processes"
+            fix = f"start {max(stages, 2) * replicas} processes, or choose sizes whose product is {world}"
+            raise refused(given, fix)
         self._setup_distributed()
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
@@ -158,7 +156,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         #: the groups over which what each rank holds of the parameters adds up to all of them
         self.parameter_groups = (*((self.replica_group,) if self._shards_stages else ()), self.stage_group)
         #: stages in all, virtual ones included, and those on this rank
-        self._count = stages * (self._virtual if runs_several(self._schedule) else 1)
+        self._count = stages * (self._virtual if self._schedule in SEVERAL else 1)
         self._mine = range(dist.get_rank(self.stage_group), self._count, stages)
 
     def degrees(self, world: int) -> tuple[int, int, int]:
@@ -315,7 +313,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: only the last stage has the output."""
         fix = "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'"
-        raise PlanError.of("trainer.predict under pipeline parallelism", fix, "strategy")
+        raise refused("trainer.predict under pipeline parallelism", fix)
 
     validation_step: Any = partialmethod(_evaluate, "val_loss")
     test_step: Any = partialmethod(_evaluate, "test_loss")
