@@ -89,7 +89,7 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
     entry = STRATEGIES[plain]
     cls = _load(f"lightning_mp.{entry.home}")
     own = _keywords([cls])
-    allowed = sorted({*own, *_keywords(map(_load, entry.hosts))})
+    allowed = sorted({*own, *_keywords(map(_load, entry.hosts))} - _THE_PLANS)
     with Faults("make_strategy") as faults:
         for key in overrides:
             if key in entry.fixed:
