@@ -13,14 +13,12 @@ from support.fsdp2_halves import EQUAL, HEAD, LAYERS, Bytes, Kinds, PastItsPin, 
 from support.fsdp2_models import Direct, LlamaOnMeta, OnMeta, Parts, Refused, Shapes, UsersOwn
 from support.models import same_weights
 from support.ranks import Ranks
-from support.sharded import RATE, Both, Ranked
+from support.sharded import RATE, Both
 
 pytestmark = pytest.mark.gloo
 
 PINS = {"pins": {"LayerNorm": "fp32"}}
 CLIP = {"gradient_clip_val": 0.5}
-
-
 WAYS: dict[str, Both] = {
     "Direct": Both("16-mixed", Direct, PINS | CLIP),
     "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
@@ -54,19 +52,12 @@ REFUSALS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _equal(ranks: Ranks, case: Any, within: float) -> list[Any]:
-    """Each rank's pair of runs, after seeing that the two are one; and that ranks hold one set of weights."""
+def _equal(ranks: Ranks, case: Any, within: float = 0.0) -> None:
+    """Assert that each rank's two runs are one, and that ranks hold one set of weights."""
     results = ranks.run(case)
     for result in results:
         assert same_runs(result["ddp"], result["sharded"], within)
     assert same_weights(*(result["sharded"]["weights"] for result in results))
-    return results
-
-
-def _within(case: Any) -> float:
-    """Nothing where no sum has another order: no norm of all shards is taken, and each shard is whole vectors."""
-    by_norm = "gradient_clip_val" in case.options and "gradient_clip_algorithm" not in case.options
-    return of_training(case.mode, RATE) if by_norm or getattr(case.module, "func", case.module) is not Ranked else 0.0
 
 
 # ------------------------------------------------------------------ how users write it
@@ -75,7 +66,7 @@ def _within(case: Any) -> float:
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_are_written_as_for_ddp(ranks: Ranks, way: str) -> None:
     """Own parameters, ``self(x)``, shapes of weights read in the step, frozen parts."""
-    _equal(ranks, WAYS[way], _within(WAYS[way]))
+    _equal(ranks, WAYS[way], of_training(WAYS[way].mode, RATE))
 
 
 # ------------------------------------------------------------------ models
@@ -113,7 +104,7 @@ def test_a_users_own_sharding_means_the_same_or_is_refused(ranks: Ranks, case: s
     own, said = USERS[case]
     sharded = own(stock=strategy == "stock")
     if not said:
-        _equal(ranks, sharded, 0.0)
+        _equal(ranks, sharded)
         return
     for result in ranks.run(sharded):
         assert all(words.lower() in result.lower() for words in (*said, "mp_fsdp2"))
@@ -159,10 +150,7 @@ def test_a_block_that_runs_several_times_is_reduced_once(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("case", EQUAL)
 def test_steps_are_ddps_to_the_last_bit(ranks: Ranks, case: str) -> None:
-    results = ranks.run(EQUAL[case])
-    for result in results:
-        assert same_runs(result["ddp"], result["sharded"], 0.0)
-    assert same_weights(*(result["sharded"]["weights"] for result in results))
+    _equal(ranks, EQUAL[case])
 
 
 def test_a_weight_read_elsewhere_is_refused_on_every_rank_with_the_pin_to_write(ranks: Ranks) -> None:
