@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -194,6 +194,15 @@ def whole(module: nn.Module, twice: bool = False) -> dict[str, Tensor]:
     with gathered(module):
         named = (*module.named_parameters(remove_duplicate=not twice), *module.named_buffers())
         return {plain_name(name): full(tensor) for name, tensor in named}
+
+
+def initialised_as_usual(start: Mapping[str, Tensor], usual: Mapping[str, Tensor]) -> bool:
+    """Whether norms and tables of positions are equal, and what is drawn at random spreads alike."""
+    fixed = {name for name in usual if "norm" in name or "inv_freq" in name}
+    return start.keys() == usual.keys() and all(
+        torch.equal(start[name], one) if name in fixed else abs(start[name].std() / one.std() - 1) < 0.25
+        for name, one in usual.items()
+    )
 
 
 #: what of the options of :func:`trained` is the plan's
