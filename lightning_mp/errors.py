@@ -19,10 +19,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing wrong with what the user wrote; each part is the rest of a sentence, without its end.
+    """One thing wrong with what the user wrote: "Got {problem}. Allowed: {allowed}. {Fix}.".
 
-    ``problem`` goes on from "Got", ``allowed`` from "Allowed:"; ``fix`` is what to do, as one would say it. Where there
-    is nothing to choose from, ``allowed`` is empty and ``problem`` says what happened.
+    Where there is nothing to choose from, ``allowed`` is empty and ``problem`` says what happened.
     """
 
     problem: str
@@ -31,9 +30,9 @@ class Fault:
     allowed: str = ""
 
     def __str__(self) -> str:
-        if not self.allowed:
-            return f"{_ended(_capitalised(self.problem))} {_ended(_capitalised(self.fix))}"
-        return f"Got {_ended(self.problem)} Allowed: {_ended(self.allowed)} {_ended(_capitalised(self.fix))}"
+        given = f"Got {self.problem}" if self.allowed else self.problem
+        parts = [given, *([f"Allowed: {self.allowed}"] if self.allowed else []), self.fix]
+        return " ".join(_ended(_capitalised(part)) for part in parts)
 
 
 def _ended(text: str) -> str:
@@ -50,12 +49,9 @@ class PlanError(ValueError):
     """A plan that cannot run as written; it carries every fault found, not only the first."""
 
     def __init__(self, faults: Sequence[Fault], subject: str = "MixedPrecisionPlan") -> None:
-        self.faults = tuple(faults)
-        self.subject = subject
-        count = counted(len(self.faults), "error")
-        lines = [f"{subject}: {count}."]
-        lines += [f"  {number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
-        super().__init__("\n".join(lines))
+        self.faults, self.subject = tuple(faults), subject
+        lines = [f"  {number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
+        super().__init__("\n".join([f"{subject}: {counted(len(lines), 'error')}.", *lines]))
 
     @classmethod
     def of(cls, problem: str, fix: str, subject: str = "MixedPrecisionPlan") -> PlanError:
@@ -73,11 +69,7 @@ class PlanError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """Training met more non-finite values in a row than the plan allows.
-
-    ``rank``, ``step``, ``module`` and ``parameter`` say where the value came from; ``None`` where it
-    could not be told.
-    """
+    """More non-finite values in a row than the plan allows; the fields say where from, as far as it is known."""
 
     def __init__(
         self,
@@ -126,12 +118,10 @@ class Faults:
     """Collects faults, so that one error can report all of them; as a context manager it raises at its end."""
 
     def __init__(self, subject: str = "MixedPrecisionPlan") -> None:
-        self._subject = subject
-        #: what was noted so far
-        self.found: list[Fault] = []
+        self._subject, self.found = subject, list[Fault]()
 
     def add(self, problem: str, *, fix: str, allowed: str = "") -> None:
-        """Note one fault: what was given or happened, what to do, and what is allowed, where there is a choice."""
+        """Note a :class:`Fault`."""
         self.found.append(Fault(problem, fix=fix, allowed=allowed))
 
     def unknown(self, what: str, word: object, known: Iterable[str], otherwise: str = "remove it") -> None:
@@ -159,7 +149,7 @@ class Faults:
             raise PlanError(self.found, self._subject)
 
     def unwrap(self, value: T | None) -> T:
-        """``value``, which is there where nothing was noted; else :class:`PlanError` with everything noted so far."""
+        """``value``, where nothing was noted; else raise as ``raise_if_any`` does."""
         self.raise_if_any()
         assert value is not None, "else there was a fault"
         return value
@@ -174,9 +164,8 @@ class Faults:
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     """The ``count`` names most like ``word`` in any case, quoted, or an empty string when none is."""
-    names = list(dict.fromkeys(known))
-    close = difflib.get_close_matches(word.lower(), [name.lower() for name in names], n=count, cutoff=0.4)
-    return ", ".join(repr(name) for low in dict.fromkeys(close) for name in names if name.lower() == low)
+    by_lower = {name.lower(): repr(name) for name in known}
+    return ", ".join(by_lower[low] for low in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.4))
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of these", count: int = 3) -> str:
@@ -186,7 +175,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of
 
 
 def near_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """An ``__init__`` that refuses a keyword it does not have with the nearest one; Python names only the wrong one."""
+    """An ``__init__`` that refuses an unknown keyword with the nearest one."""
 
     @wraps(init)
     def checked(*args: P.args, **keywords: P.kwargs) -> None:

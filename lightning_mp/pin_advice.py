@@ -23,8 +23,7 @@ from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, describe, 
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan import for_strategy
-from lightning_mp.plan.eager import EagerEngine
-from lightning_mp.plan.engine import NOTHING
+from lightning_mp.plan.engine import NOTHING, EagerEngine
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import loss_of, output_in
 from lightning_mp.policy import FP8, LossScaling, Pin, PrecisionPolicy
@@ -251,7 +250,7 @@ class PolicyCopy:
 
     def __init__(self, module: nn.Module, policy: PrecisionPolicy, device: torch.device, rng: Any) -> None:
         self.root, self.policy, self.device, self._rng = deepcopy(module), policy, device, rng
-        engine = EagerEngine(policy, device=device, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
+        engine = EagerEngine(policy, device=device, scaler=LossScaler(), distributed=False)
         with Faults(self.subject) as faults:
             engine.check(self.root, faults)
         engine.prepare(self.root)

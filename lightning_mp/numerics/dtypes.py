@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
@@ -76,9 +76,8 @@ def floating_dtype(data: Any) -> torch.dtype | None:
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is a tensor, parameter or buffer of torch's own class in one of the four ordinary floating dtypes.
 
-    Anything else is packed or quantized: a subclass (bitsandbytes' ``Params4bit``, torchao's), float8, integers.
-    ``parameter.data`` of such a subclass may be a plain tensor, so the class that counts is the parameter's own. A
-    tensor without memory (``FakeTensorMode``) stands for one of torch's own.
+    Anything else is packed or quantized: a subclass (bitsandbytes' ``Params4bit``, torchao's), float8, integers. The
+    class that counts is the parameter's own. A tensor without memory (``FakeTensorMode``) stands for one of torch's.
     """
     return (type(tensor) in _PLAIN or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
 
@@ -90,7 +89,7 @@ def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True
     """
     weights, others = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
     scaled = any(map(_SCALE.search, (*weights, *others)))
-    packed = (_is_float8(one) or _is_packed(key, one) for key, one in others.items() if scaled and one.ndim > 1)
+    packed = (_is_packed(key, one) for key, one in others.items() if scaled and one.ndim > 1)
     if any(_is_quantized(key, one) for key, one in weights.items()) or any(packed):
         trained = {key for key, one in weights.items() if one.requires_grad and "scale" not in key}
         weights, others = {key: one for key, one in weights.items() if key in trained or "bias" in key}, {}
@@ -98,37 +97,29 @@ def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True
     return [tensor for tensor in chosen if is_plain(tensor) or _is_marked(tensor)]
 
 
-def _is_float8(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() == 1
-
-
 def _is_packed(key: str, tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return tensor.element_size() == 1
     return tensor.dtype in _PACKED and tensor.ndim > 1 and _PACKED_NAME.match(key) is not None
 
 
 def _is_quantized(key: str, parameter: Tensor) -> bool:
-    if is_plain(parameter) or _is_sharded(parameter) or _is_marked(parameter):
+    if is_plain(parameter) or hasattr(parameter, "to_local") or _is_marked(parameter):
         return False
-    integer = type(parameter) is nn.Parameter and not _is_float8(parameter)  # or complex
-    return _is_packed(key, parameter) if integer else True
+    return type(parameter) is not nn.Parameter or _is_packed(key, parameter)
 
 
 def _is_marked(tensor: Tensor) -> bool:
     """Whether it is a trained parameter of a class that only marks it: its numbers are in a tensor of torch's own."""
-    if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
-        return False
-    return type(tensor.data) is Tensor and tensor.dtype in _ORDINARY
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    return hasattr(parameter, "to_local")
+    trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return trained and type(tensor.data) is Tensor and tensor.dtype in _ORDINARY
 
 
 def uncastable(module: nn.Module) -> set[int]:
     """``id`` of the module's own tensors that are not ``castable``; one that is sharded has been cast before."""
     cast = set(map(id, castable(module)))
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return {id(tensor) for tensor in own if id(tensor) not in cast and not _is_sharded(tensor)}
+    return {id(tensor) for tensor in own if id(tensor) not in cast and not hasattr(tensor, "to_local")}
 
 
 def cast_module_(
@@ -139,10 +130,9 @@ def cast_module_(
     buffers: bool = True,
     only: Collection[torch.dtype] | None = None,
 ) -> int:
-    """Cast a module's own ``castable`` parameters and buffers in place; how many changed.
+    """Cast a module's own ``castable`` parameters and buffers in place, those of the dtypes ``only``; how many changed.
 
-    The ``Parameter`` objects stay the same, so that optimizers and ties built on them hold. Where ``only`` is given,
-    tensors of other dtypes than those in it are left alone.
+    The ``Parameter`` objects stay the same, so that optimizers and ties built on them hold.
     """
     changed = 0
     for tensor in castable(module, parameters=parameters, buffers=buffers):
@@ -165,11 +155,6 @@ def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         torch.set_default_dtype(before)
 
 
-# ------------------------------------------------------------------ the device
-
-Restore = Callable[[], None]
-
-
 def describe(device: torch.device) -> Device:
     """The facts about ``device`` that decide which precision it can run."""
     if device.type == "cuda":
@@ -187,9 +172,6 @@ def describe(device: torch.device) -> Device:
     return Device(device.type, device.type, None, "none")
 
 
-# ------------------------------------------------------------------ TF32
-
-
 def has_tf32(device: torch.device) -> bool:
     """Whether products on ``device`` can run in TF32: CUDA with compute capability 8.0 (Ampere) or newer."""
     return device.type == "cuda" and describe(device).tf32
@@ -198,22 +180,19 @@ def has_tf32(device: torch.device) -> bool:
 def tf32_refusal() -> tuple[str, str] | None:
     """Why ``set_tf32`` could not set TF32 and put it back, and what to do: it was set by torch's newer switches."""
     backends: Any = torch.backends
-    given = "torch.backends.fp32_precision, or that of a backend, was set: with it, TF32 cannot be put back after a run"
-    fix = "use torch.set_float32_matmul_precision() and torch.backends.cudnn.allow_tf32 instead, or only tf32="
-    wider = {backends.fp32_precision, backends.cudnn.fp32_precision}
-    try:
+    with suppress(RuntimeError):
         # each raises where the newer switches disagree with it
         _ = torch.get_float32_matmul_precision(), backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-    except RuntimeError:
-        return given, fix
-    return None if wider == {"none"} else (given, fix)
+        if {backends.fp32_precision, backends.cudnn.fp32_precision} == {"none"}:
+            return None
+    given = "torch.backends.fp32_precision, or that of a backend, was set: with it, TF32 cannot be put back after a run"
+    return given, "use torch.set_float32_matmul_precision() and torch.backends.cudnn.allow_tf32 instead, or only tf32="
 
 
-def set_tf32(setting: str) -> Restore:
+def set_tf32(setting: str) -> Callable[[], None]:
     """Set matmul (``"highest"``, ``"high"`` or ``"medium"``) and cuDNN precision; calling the result undoes it.
 
-    ``"highest"`` is IEEE fp32 for both; the others allow TF32 for both. Where there is a ``tf32_refusal()`` neither
-    is sure.
+    ``"highest"`` is IEEE fp32 for both; the others allow TF32. Where there is a ``tf32_refusal()`` neither is sure.
     """
     backends: Any = torch.backends
     cudnn, switches = backends.cudnn, [backends.cuda.matmul, backends.mkldnn.matmul]
@@ -233,9 +212,6 @@ def set_tf32(setting: str) -> Restore:
     if convolutions != wanted:
         cudnn.allow_tf32 = wanted
     return restore
-
-
-# ------------------------------------------------------------------ nested data
 
 
 def tensors_in(data: Any) -> list[Tensor]:

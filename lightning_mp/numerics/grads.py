@@ -62,9 +62,8 @@ def local(tensor: Tensor) -> Tensor:
 def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, *, scaled: bool = True) -> None:
     """Multiply ``grads`` by ``inv_scale`` in place and set ``found_inf`` to 1 where any was not finite.
 
-    ``inv_scale`` and ``found_inf`` are fp32 scalars on one device; nothing is read back. One multi-tensor kernel a
-    device and dtype: the one behind ``torch.amp.GradScaler``. Gradients that are not ``scaled`` keep their bits;
-    ``inv_scale`` is 1 then.
+    Both are fp32 scalars on one device; nothing is read back. One multi-tensor kernel a device and dtype: the one
+    behind ``torch.amp.GradScaler``. Gradients that are not ``scaled`` keep their bits; ``inv_scale`` is 1 then.
     """
     members = list(grads)
     for device, by_dtype in _places(members).items():
@@ -72,7 +71,7 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
         flag = found_inf if here else torch.zeros_like(found_inf, device=device)
         inverse = inv_scale if here else inv_scale.to(device)
         for dtype, places in by_dtype.items():
-            alike = [members[place] for place in places]
+            alike = list(map(members.__getitem__, places))
             if dtype is torch.bfloat16 and device.type != "cpu":
                 _check_by_norm_(alike, flag)
                 if scaled:
@@ -84,10 +83,7 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
 
 
 def _check_by_norm_(members: list[Tensor], found_inf: Tensor) -> None:
-    """Set ``found_inf`` for bf16, which torch's kernel does not take on CUDA (pytorch/pytorch issue 127176).
-
-    The largest magnitude of a tensor is finite exactly where all of it is.
-    """
+    """By the largest magnitude: bf16, which torch's kernel does not take on CUDA (pytorch/pytorch issue 127176)."""
     finite = (torch.stack([*compat.norms(members, math.inf)]) <= torch.finfo(torch.bfloat16).max).all()
     found_inf.masked_fill_(~finite, 1.0)
 
@@ -109,8 +105,7 @@ def _places(tensors: Sequence[Tensor]) -> dict[torch.device, dict[torch.dtype, l
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip by the global 2-norm, computed in fp32 whatever the gradients' dtypes; the norm before, on the device.
 
-    For fp32 gradients this is ``torch.nn.utils.clip_grad_norm_``, bit for bit. A norm of fp16 gradients taken in fp16
-    would overflow at 65,504.
+    For fp32 gradients this is ``torch.nn.utils.clip_grad_norm_``, bit for bit; of fp16 ones that would overflow.
     """
     members = [parameter for parameter in parameters if parameter.grad is not None]
     if set(map(_DTYPE, members)).isdisjoint(HALF):
@@ -119,9 +114,6 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     total = torch.linalg.vector_norm(_norms(grads, grads[0].device))
     torch.nn.utils.clip_grads_with_norm_(members, max_norm, total)
     return total
-
-
-# ------------------------------------------------------------------ shards
 
 
 def shard_groups(gradient: Tensor, plain: Groups) -> Groups:
@@ -165,11 +157,7 @@ def global_norm(parameters: Iterable[Tensor], device: torch.device, plain: Group
 
 
 def over_shards(norm: Tensor, order: float, groups: Groups, *, error_if_nonfinite: bool = False) -> Tensor:
-    """The norm of all shards from that of this rank's, ``norm``.
-
-    Raises:
-        RuntimeError: it is not finite, under ``error_if_nonfinite``; as ``clip_grad_norm_`` does.
-    """
+    """The norm of all shards from ``norm``, that of this rank's; raises as ``clip_grad_norm_`` does."""
     largest = math.isinf(order)
     total = norm.clone() if largest else norm.pow(order)
     for group in groups:
@@ -202,10 +190,7 @@ def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
-    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a device sync.
-
-    One multi-tensor kernel a device and dtype.
-    """
+    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a device sync."""
     # torch.nn.utils.clip_grads_with_norm_'s rule, its constant included
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     members = gradients(parameters)
@@ -213,9 +198,6 @@ def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> No
         moved = factor.to(device)
         for places in by_dtype.values():
             _multiply_([members[place] for place in places], moved)
-
-
-# ------------------------------------------------------------------ the step
 
 
 def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwargs: Any) -> Any:

@@ -106,28 +106,21 @@ class _Gradients:
     #: the maximum of the flags of its steps
     stepped: Tensor | None = None
 
-    def begin_anew(self) -> None:
-        """The next gradients are scaled, and nothing is known of them."""
-        self.stage, self.flag = "scaled", None
-
 
 class LossScaler(GradScaler):
     """A ``GradScaler`` whose scale follows a :class:`LossScaling`, and which counts applied and skipped steps.
 
     Unlike torch's, it takes fp16 gradients (``16-true``), complex and sparse ones, steps fused optimizers whose
     gradients were unscaled and clipped before, and can keep gradients unscaled between backward passes. Flags and
-    counts stay on the device; what the host reads is kept until the next step.
-
-    Args:
-        config: the rule; without one the scaler is disabled: the scale is 1, and gradients are checked all the same.
-        on_step: called after every step that a user asks for directly.
+    counts stay on the device; what the host reads is kept until the next step. Without a rule the scale is 1, and
+    gradients are checked all the same. ``on_step`` is called after every step that a user asks for directly.
     """
 
     def __init__(self, config: LossScaling | None = None, *, on_step: Callable[[], None] | None = None) -> None:
         self.enabled = config is not None
         self.config = rule = config or LossScaling.static(1.0)
-        factors = rule.init_scale, rule.growth_factor, rule.backoff_factor
-        super().__init__("cpu", *factors, rule.growth_interval, enabled=self.enabled)
+        factors = rule.init_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval
+        super().__init__("cpu", *factors, enabled=self.enabled)
         #: scale and counters: on the device once training has begun, Python numbers before
         self.state, self._floor = init(rule), rule.floor
         self._on_step = on_step
@@ -155,7 +148,7 @@ class LossScaler(GradScaler):
     def place(self, device: torch.device | str | None = None) -> LossScaleState:
         """The state as 0-d tensors on ``device``; without one where it is, on the CPU at first."""
         scale = self.state.scale
-        if not isinstance(scale, Tensor) or not (device is None or scale.device == torch.device(device)):
+        if not isinstance(scale, Tensor) or (device is not None and scale.device != torch.device(device)):
             self._set_state(place(self.state, device or "cpu"))
         return self.state
 
@@ -193,11 +186,9 @@ class LossScaler(GradScaler):
         """Resume from a checkpoint (this package's or ``GradScaler``'s); the rule itself stays the one declared."""
         if not state_dict:
             return
-        rule, before = self.config, self.state.scale
-        scale = rule.init_scale
+        rule, before, scale = self.config, self.state.scale, self.config.init_scale
         if rule.dynamic:
-            ceiling = math.inf if rule.max_scale is None else rule.max_scale
-            scale = min(max(float(state_dict["scale"]), rule.min_scale), ceiling)
+            scale = min(max(float(state_dict["scale"]), rule.min_scale), rule.max_scale or math.inf)
         tracker = min(int(state_dict.get(compat.GROWTH_TRACKER, 0)), rule.growth_interval - 1)
         left = min(max(int(state_dict.get("hysteresis_left", rule.hysteresis)), 1), rule.hysteresis)
         self.state = LossScaleState(scale, max(tracker, -rule.growth_delay), left)
@@ -205,10 +196,10 @@ class LossScaler(GradScaler):
             self.place(before.device)
 
     def _set_rule(self, name: str, value: float) -> None:
+        """Change the rule from the next update on, as torch's setters do."""
         getattr(super(), f"set_{name}")(value)
         self.config = replace(self.config, **{name: value})
 
-    # torch's, which change the rule from the next update on
     set_growth_factor: Any = partialmethod(_set_rule, "growth_factor")
     set_backoff_factor: Any = partialmethod(_set_rule, "backoff_factor")
     set_growth_interval: Any = partialmethod(_set_rule, "growth_interval")
@@ -228,11 +219,7 @@ class LossScaler(GradScaler):
         return map(self.scale, cast("Iterable[Any]", outputs))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, once, and note whether they are finite.
-
-        Raises:
-            RuntimeError: a second call for the optimizer since the last ``update``, as torch's scaler does.
-        """
+        """Divide the optimizer's gradients by the scale, and note whether they are finite; once, or RuntimeError."""
         known = self._of(optimizer)
         if known.stage == "stepped":
             raise RuntimeError("unscale_() is being called after step().")
@@ -244,33 +231,21 @@ class LossScaler(GradScaler):
     def check_finite_(self, optimizer: Optimizer) -> None:
         """Note whether the gradients are finite on this rank; unscale them, in the same pass, if nothing did yet.
 
-        Of gradients that were looked at before it takes another look, since users may have changed them.
-
         Raises:
             PlanError: the loss of these gradients was not scaled, so that nothing is to be divided.
         """
         if not self.checks:
             return
         known, parameters = self._of(optimizer), parameters_of(optimizer)
-        if not (self.enabled and self._are_scaled(known)):
-            self._check(known, parameters)
-            return
-        if self.within_run and not self._scaled and any(parameter.grad is not None for parameter in parameters):
+        # Without a scaled loss, gradients that are left from before, and what was added to them, are unscaled.
+        divides = self.enabled and known.stage == "scaled" and (self._scaled or not known.waiting)
+        unscaled = divides and self.within_run and not self._scaled
+        if unscaled and any(parameter.grad is not None for parameter in parameters):
             raise PlanError.of(
                 "gradients of a loss that was not scaled, as a bare loss.backward() leaves them, under a loss scale",
                 "write self.manual_backward(loss), or choose a precision without loss scaling ('bf16-mixed')",
             )
-        self._divide(known, parameters)
-
-    def found_inf(self, optimizer: Optimizer) -> Tensor:
-        """1 where the optimizer's gradients, when last looked at, were not finite on some rank, else 0."""
-        known = self._of(optimizer)
-        if self.enabled and self._are_scaled(known):
-            self.check_finite_(optimizer)
-        flag = self._flag(known) if known.flag is None else known.flag
-        if self.sync is not None and self.checks:
-            self.sync(flag)
-        return flag
+        self._check(known, parameters, divide=divides)
 
     def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
         """Before a backward pass: bring unscaled gradients that wait back under the scale, to be added to."""
@@ -280,11 +255,9 @@ class LossScaler(GradScaler):
             if not self.enabled:
                 known.flag = None  # what was seen of gradients that were not stepped with
             elif known.waiting:
-                known.waiting = False
-                known.begin_anew()
-                waiting = gradients(_fresh(parameters_of(optimizer), seen))
-                if waiting:
-                    unscale_and_check_(waiting, cast("Tensor", self.place().scale), self._flag(known))
+                scale = cast("Tensor", self.place().scale)
+                known.waiting, known.stage, known.flag = False, "scaled", torch.zeros_like(scale)
+                unscale_and_check_(gradients(_fresh(parameters_of(optimizer), seen)), scale, known.flag)
 
     def divide_(self, optimizers: Iterable[Optimizer]) -> None:
         """After a backward pass: unscale every optimizer's gradients, for users who clip them."""
@@ -292,13 +265,26 @@ class LossScaler(GradScaler):
         for optimizer in optimizers if self.enabled else ():
             known, parameters = self._of(optimizer), parameters_of(optimizer)
             if known.stage == "stepped":
-                known.begin_anew()
-            if self._are_scaled(known):
+                known.stage, known.flag = "scaled", None
+            if known.stage == "scaled" and (self._scaled or not known.waiting):
                 fresh = _fresh(parameters, seen)
-                self._divide(known, fresh)
+                self._check(known, fresh, divide=True)
                 if len(fresh) < len(parameters):  # the others are divided, with an optimizer before this one
                     self._check(known, parameters)
             known.waiting = True
+
+    def _check(self, known: _Gradients, parameters: Iterable[Tensor], *, divide: bool = False) -> None:
+        """Note whether the gradients are finite, and divide them by the scale in the same pass."""
+        if known.flag is None:
+            known.flag = torch.zeros_like(cast("Tensor", self.place().scale))
+        factor: Any = self.state.scale  # 1 where there is no loss scale
+        if divide:
+            # the reciprocal in fp64, as torch's scaler takes it; mps has none
+            factor = factor.reciprocal() if factor.device.type == "mps" else factor.double().reciprocal().float()
+            known.stage = "unscaled"
+        elif self.enabled:
+            factor = torch.ones_like(factor)
+        unscale_and_check_(gradients(parameters), factor, known.flag, scaled=divide)
 
     # ------------------------------------------------------------------ the step
 
@@ -319,14 +305,15 @@ class LossScaler(GradScaler):
             self._on_step()
 
     def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """``step`` for the engine, which has looked at the gradients; ``closure`` is passed on.
-
-        Returns what the optimizer returned, ``None`` where the host knows of a skip.
-        """
+        """``step`` for the engine, which has checked; returns what the optimizer did, ``None`` for a known skip."""
         known = self._of(optimizer)
         if known.stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
-        flag = self._last = self.found_inf(optimizer)
+        if known.flag is None:
+            known.flag = torch.zeros_like(cast("Tensor", self.place().scale))
+        flag = self._last = known.flag
+        if self.sync is not None and self.checks:
+            self.sync(flag)
         before, self.stepping = self.stepping, True
         try:
             result = step_unless(optimizer, flag, self._read, **kwargs) if self.checks else optimizer.step(**kwargs)
@@ -375,22 +362,18 @@ class LossScaler(GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
-        if new_scale is not None:
-            cast("Tensor", self.place().scale).copy_(torch.as_tensor(new_scale))
-            self._scaled = False
-            for known in self._known.values():
-                known.begin_anew()
-                known.stepped = None
-            return
         flags: list[Tensor] = []
         for known in self._known.values():
             if known.stepped is not None:
                 flags.append(known.stepped)
                 known.stepped = None
-            if known.stage == "stepped":
-                known.begin_anew()
-        if flags:
+            if known.stage == "stepped" or new_scale is not None:
+                known.stage, known.flag = "scaled", None
+        if flags or new_scale is not None:
             self._scaled = False
+        if new_scale is not None:
+            cast("Tensor", self.place().scale).copy_(torch.as_tensor(new_scale))
+        elif flags:
             self._adjust(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
 
     def _adjust(self, found_inf: Tensor) -> None:
@@ -415,7 +398,7 @@ class LossScaler(GradScaler):
 
     @property
     def step_skipped(self) -> bool:
-        """Whether the last step was skipped; a device sync, once a step."""
+        """Whether the last step was skipped; like the counts, a device sync once a step."""
         return self._last if isinstance(self._last, bool) else self._read(self._last)
 
     def _counts(self) -> tuple[int, int]:
@@ -426,22 +409,18 @@ class LossScaler(GradScaler):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped; a device sync, once a step."""
+        """How many steps were skipped."""
         return self._counts()[0]
 
     @property
     def applied_steps(self) -> int:
-        """How many steps were applied; a device sync, once a step."""
+        """How many steps were applied."""
         return self.attempts - self.skipped_steps
 
     @property
     def streak(self) -> int:
-        """How many skips in a row, the last one included, count against the budget; a device sync, once a step."""
+        """How many skips in a row, the last one included, count against the budget."""
         return self._counts()[1]
-
-    def end_streak(self) -> None:
-        """Reset the skip streak: the skips so far do not count against the budget."""
-        self._streak = 0
 
     def counts(self) -> dict[str, int | bool]:
         """The counts as Python numbers."""
@@ -460,29 +439,6 @@ class LossScaler(GradScaler):
         if known is None:  # a trainer's wrapper is never a key: what is known of it is known of the optimizer in it
             known = self._known.setdefault(id(_plain(optimizer)), _Gradients())
         return known
-
-    def _are_scaled(self, known: _Gradients) -> bool:
-        # Without a scaled loss, gradients that are left from before, and what was added to them, are unscaled.
-        return known.stage == "scaled" and (self._scaled or not known.waiting)
-
-    def _flag(self, known: _Gradients) -> Tensor:
-        if known.flag is None:
-            # the dtype is written out: manual optimization runs where the default dtype may be a half one
-            scale: Any = self.place().scale
-            known.flag = torch.zeros((), dtype=torch.float32, device=scale.device)
-        return known.flag
-
-    def _check(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
-        flag = self._flag(known) if known.flag is None else known.flag
-        one: Any = torch.ones_like(flag) if self.enabled else self.state.scale
-        unscale_and_check_(gradients(parameters), one, flag, scaled=False)
-
-    def _divide(self, known: _Gradients, parameters: Iterable[Tensor]) -> None:
-        scale: Any = self.place().scale
-        # the reciprocal in fp64, as torch's scaler takes it; mps has none
-        inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
-        unscale_and_check_(gradients(parameters), inverse, self._flag(known))
-        known.stage = "unscaled"
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:

@@ -27,11 +27,9 @@ _CAUSES = {
 class Origin:
     """The module in which a non-finite value first appeared, in which pass, and the parameter it reached first.
 
-    In phase ``"loss"`` every module's output was finite: it is the module that ran last before the loss.
-    In phase ``"after backward"`` the batch, run again, was finite everywhere: the gradient was changed afterwards.
-    ``input_bad`` says that the module's input was non-finite already and no module before it produced that: the batch,
-    or an operation between ``after``, the module that ran before it, and it; where ``after`` is None, the batch.
-    ``role`` is which operand of a layer that runs in FP8 it was (``input``, ``weight``, ``gradient``, else ``output``).
+    In phase ``"loss"`` it is the module that ran last before the loss. ``input_bad``: its input was non-finite already,
+    by the batch or an operation between ``after``, the module before it, and it. ``role`` is which operand of a layer
+    that runs in FP8 it was (``input``, ``weight``, ``gradient``, else ``output``).
     """
 
     module: str
@@ -59,8 +57,7 @@ def locate(root: nn.Module, run: Callable[[], Tensor | None], *, backward: bool 
     """Where the first non-finite value of ``run`` appears, or ``None`` if everything stayed finite.
 
     ``run`` does one forward through modules of ``root`` and one backward, and returns the loss; with ``backward=False``
-    it does a forward only, without recording. Every module's output and every gradient is read back to the host: this
-    is for the rare bad step, not for each one.
+    a forward only, without recording. Every output and gradient is read back to the host.
     """
     watch = _Watch(root, backward)
     with torch.compiler.set_stance("force_eager"), watch:  # what is compiled already runs no new hook
@@ -92,9 +89,8 @@ class _Watch:
     """Hooks on every module's output, on the gradients of these outputs, and on every parameter's gradient."""
 
     def __init__(self, root: nn.Module, backward: bool) -> None:
-        self._root, self._modules, self._with_backward = root, list(root.modules()), backward
-        self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
-        self._parameters = dict(root.named_parameters())
+        self._root, self._with_backward = root, backward
+        self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._handles: list[Any] = []
         self._watched: dict[int, Tensor] = {}  # holds them, so that no id is used twice
         self._forward: tuple[str, nn.Module, bool, str | None] | None = None
@@ -104,11 +100,10 @@ class _Watch:
         self._parameter: str | None = None
 
     def __enter__(self) -> None:
-        for module in self._modules:
-            if module is self._root and len(self._modules) > 1:
-                continue  # called by a wrapper (DDP): it would answer for every module in it
-            self._handles.append(module.register_forward_hook(self._on_output, with_kwargs=True))
-        for name, parameter in self._parameters.items():
+        for module in self._names:
+            if module is not self._root or len(self._names) == 1:  # else it would answer for every module in it
+                self._handles.append(module.register_forward_hook(self._on_output, with_kwargs=True))
+        for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_parameter, name)))
 
@@ -118,7 +113,6 @@ class _Watch:
         self._watched.clear()
 
     def verdict(self, loss: Tensor | None) -> Origin | None:
-        """What the hooks saw."""
         if loss is None or not _finite(loss):
             if self._forward is not None:
                 name, module, input_bad, after = self._forward
@@ -132,9 +126,7 @@ class _Watch:
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._with_backward and (in_backward() or not torch.is_grad_enabled()):
             return  # what checkpointing runs again in the backward pass, or an evaluation on the side
-        name = self._names[id(module)]
-        tensors = floating_in(output)
-        before = self._last
+        name, tensors, before = self._names[module], floating_in(output), self._last
         if next(module.children(), None) is None:
             self._last = name
         with torch.no_grad():  # looking saves no tensor that checkpointing would miss when it runs the module again
@@ -159,11 +151,9 @@ class _Watch:
             self._backward = self._backward or name.rpartition(".")[0]
 
     def _parameter_of(self, name: str, module: nn.Module) -> str | None:
-        own = [(f"{name}.{key}", parameter) for key, parameter in module.named_parameters(recurse=False)]
-        for key, parameter in own:
-            if not _finite(parameter):
-                return key
-        return own[0][0] if own else self._parameter
+        own = {f"{name}.{key}": parameter for key, parameter in module.named_parameters(recurse=False)}
+        bad = [key for key, parameter in own.items() if not _finite(parameter)]
+        return next(iter([*bad, *own]), self._parameter)
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ RngState = dict[str, Any]
 def rng_state(device: torch.device) -> RngState:
     """Where torch's (CPU, and ``device`` if it is CUDA), Python's and numpy's generators stand.
 
-    Tensors and plain values only, so that ``torch.load(weights_only=True)`` reads it; ``"cuda"`` is there on CUDA only.
+    Tensors and plain values only, so that ``torch.load(weights_only=True)`` reads it.
     """
     state: RngState = {**_torch_state(device), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
@@ -29,7 +29,7 @@ def rng_state(device: torch.device) -> RngState:
 
 
 def set_rng_state(state: RngState, device: torch.device) -> None:
-    """Put the generators back to where :func:`rng_state` found them; CUDA's state is left out where there is none."""
+    """Put the generators back to where :func:`rng_state` found them, CUDA's where there is one."""
     _set_torch_state(state, device)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))

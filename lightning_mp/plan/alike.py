@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.compat.torch_sharding import FSDP1_ROOT, left_out_by_ddp
 from lightning_mp.errors import Fault, Faults
-
-#: ranks that are named where more have the same
-_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +30,7 @@ class Rank:
 def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, faults: Faults) -> None:
     """Note on every rank, in place of what each noted by itself, where they differ; called by all of them.
 
-    ``plan`` is the resolved one, ``auto_on`` the device that decided it. A digest is reduced, one device sync; the rest
-    travels only where digests differ.
+    ``plan`` is the resolved one, ``auto_on`` the device that decided it. One device sync, where ranks are alike.
     """
     if not dist.is_initialized():  # a plan that is checked without a run
         return
@@ -62,16 +58,11 @@ def _described(module: nn.Module) -> Iterator[str]:
     left_out, pieces = left_out_by_ddp(module), FSDP1_ROOT in vars(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name not in left_out:
-            kind = (
-                "a buffer" if not isinstance(tensor, nn.Parameter) else "trained" if tensor.requires_grad else "frozen"
-            )
-            shape = "" if pieces else f" of {_shape(tensor)}"
+            trained = "trained" if tensor.requires_grad else "frozen"
+            kind = trained if isinstance(tensor, nn.Parameter) else "a buffer"
+            shape = "" if pieces else f" of {'no shape yet' if is_lazy(tensor) else tuple(tensor.shape)}"
             meta = " on the meta device" if tensor.is_meta else ""
             yield f"{name!r}{shape} in {str(tensor.dtype).removeprefix('torch.')}{meta}, {kind},"
-
-
-def _shape(tensor: Tensor) -> Any:
-    return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
 
 
 def _plans(ranks: Sequence[Rank]) -> list[Fault]:
@@ -109,5 +100,5 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def _named(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - _NAMED} others" if len(numbers) > _NAMED else ""
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:_NAMED]))}{more}"
+    more = f" and {len(numbers) - 4} others" if len(numbers) > 4 else ""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:4]))}{more}"

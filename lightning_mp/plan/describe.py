@@ -27,10 +27,7 @@ def rows(
     strategy: str | None = None,
     layers: Sequence[fp8.FP8Layer] = (),
 ) -> Rows:
-    """What is declared, by subject; with ``module``, what each rule covers of it.
-
-    ``layers`` are those of a run, in which ``module`` is changed already.
-    """
+    """What is declared, by subject; with ``module``, what each rule covers of it; ``layers`` are those of a run."""
     if policy.fp8 is not None and module is not None and not layers:
         covered = [member.module for member in pins.resolve(module, policy.pins, Faults()).covered]
         layers = fp8.select(module, policy.fp8, covered, Faults())[0]
@@ -42,7 +39,7 @@ def rows(
         *([("fp8", f"{policy.fp8.recipe}: {policy.fp8}")] if policy.fp8 else []),
         *(("", line) for line in ([fp8.summary(layers), *fp8.table(layers)] if layers else ())),
         *_pins(policy, module),
-        ("loss scaling", loss_scaling(policy)),
+        ("loss scaling", _loss_scaling(policy)),
         ("non-finite", _nonfinite(policy.nonfinite)),
         ("TF32", "torch's own setting" if policy.tf32 is None else repr(policy.tf32)),
         ("checkpointing", _checkpointing(policy, module)),
@@ -92,7 +89,7 @@ def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp
         f"  {_computed(policy)}; {_stored(policy)}",
         *([f"  {'; '.join(covered)}"] if covered else []),
         *([f"  fp8 {policy.fp8.recipe}: {fp8.summary(layers)}"] if policy.fp8 else []),
-        *([f"  loss scale {loss_scaling(policy)}"] if policy.loss_scaling else []),
+        *([f"  loss scale {_loss_scaling(policy)}"] if policy.loss_scaling else []),
         f"  a non-finite gradient: {_nonfinite(policy.nonfinite)}",
     ]
     return [line if len(line) <= 160 else f"{line[:159]}…" for line in lines]
@@ -111,11 +108,7 @@ def as_html(table: Rows) -> str:
     return f"<table>{cells}</table>"
 
 
-# ------------------------------------------------------------------ subject by subject
-
-
 def _stored(policy: PrecisionPolicy) -> str:
-    """What parameters, buffers and optimizer state are stored in."""
     stored, buffers = policy.storage_dtype, policy.buffer_dtype
     if buffers is None:
         buffers = f"floating ones {stored}" if stored != "fp32" else "as the model has them"
@@ -123,7 +116,6 @@ def _stored(policy: PrecisionPolicy) -> str:
 
 
 def _computed(policy: PrecisionPolicy) -> str:
-    """What forward and backward run in."""
     if policy.precision == "auto":
         return "chosen for the device when the run begins"
     if policy.mixed:
@@ -132,8 +124,7 @@ def _computed(policy: PrecisionPolicy) -> str:
     return f"everything {policy.compute_dtype}"
 
 
-def loss_scaling(policy: PrecisionPolicy) -> str:
-    """The rule of the loss scale."""
+def _loss_scaling(policy: PrecisionPolicy) -> str:
     rule = policy.loss_scaling
     if rule is None:
         return "torch's rule, where the mode is fp16" if policy.precision == "auto" else "none"
@@ -151,7 +142,6 @@ def loss_scaling(policy: PrecisionPolicy) -> str:
 
 
 def _nonfinite(rule: NonFinite) -> str:
-    """What a step with a non-finite gradient leads to."""
     then = "raise" if rule.on_budget == "raise" else "bring the last good checkpoint back"
     done = {
         "skip": f"the step is skipped; more than {rule.max_consecutive} in a row {then}",

@@ -40,11 +40,10 @@ AT_MIN = Verdict("overflow at the minimum loss scale (at_min='raise')", at_min=T
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where a non-finite value came from; the same on every rank.
+    """Where a non-finite value came from, the same on every rank; ``None`` is not known, and ``note`` says why.
 
-    ``rank`` is the one whose *own* loss or gradients were bad, before they were summed over ranks; ``origin`` the
-    module and parameter on it; ``bad_loss`` whether its loss was non-finite already; ``batch_idx`` the batch, under
-    gradient accumulation the first bad one of the window. Each is ``None`` where it is not known; ``note`` says why.
+    ``rank`` is the one whose *own* loss or gradients were bad, before they were summed over ranks; ``bad_loss`` whether
+    its loss was; ``batch_idx`` the batch, under gradient accumulation the first bad one of the window.
     """
 
     rank: int | None = None
@@ -100,8 +99,8 @@ class Diagnosis:
         budget: str = "nonfinite=NonFinite(max_consecutive=...)",
     ) -> NonFiniteError:
         """What ends the run; ``budget`` is how the number of skips that are allowed is written, without a plan."""
-        place = "no module could be named: the batch is gone or did not reproduce it"
-        place = place if self.origin is None else f"first seen in {self.origin}"
+        lost = "no module could be named: the batch is gone or did not reproduce it"
+        place = lost if self.origin is None else f"first seen in {self.origin}"
         state = "the loss was non-finite already before it was scaled" if bad_loss else "the loss was finite"
         scaled = "" if scale is None else f", loss scale {scale:g}"
         where = "" if self.rank is None else f" on rank {self.rank}"
@@ -121,13 +120,13 @@ def error(
     module: nn.Module,
     replay: Callable[[], Tensor | None] | None,
     verdict: Verdict,
-    *,
     step: int,
     loss: Tensor | None,
     scale: float | None,
+    *,
     distributed: bool,
 ) -> NonFiniteError:
-    """Build the error, the same on every rank; it names the rank whose *own* loss or gradients were bad.
+    """The error, the same on every rank.
 
     ``replay`` runs the last batch forward and backward without summing gradients over ranks; ``step`` is the number of
     optimizer steps attempted so far.
@@ -168,10 +167,7 @@ def named(module: nn.Module, origin: Origin | None) -> Origin | None:
 
 
 def first_bad_rank(origin: Origin | None, bad_loss: bool, *, distributed: bool) -> Diagnosis:
-    """The rank whose *own* loss or gradients were bad and what it found, the same on every rank; every rank calls it.
-
-    An empty one where none of several found anything.
-    """
+    """The first rank whose *own* loss or gradients were bad, and what it found; every rank calls it."""
     if not distributed:
         return Diagnosis(0, origin, bad_loss)
     everyone = [(origin, bad_loss)] * dist.get_world_size()

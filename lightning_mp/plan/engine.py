@@ -1,6 +1,6 @@
-"""One optimizer step under a policy, whatever shards it: the methods are in the order in which they are called."""
+"""One optimizer step under a policy, whatever shards it, and that of one device and DDP; methods in order of calls."""
 
-from __future__ import annotations
+# No postponed annotations here: DDP checks those of a communication hook, and refuses strings.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_mp.compat.lightning import rank_zero_info
+from lightning_mp.compat import torch_sharding as sharding_compat
+from lightning_mp.compat.lightning import rank_zero_info, trainer_of
 from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
-from lightning_mp.errors import Faults, PlanError
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
@@ -32,7 +34,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class StepEngine(ABC):
-    """Carries a policy out on one kind of strategy; what differs between kinds is in its three subclasses."""
+    """Carries a policy out on one kind of strategy; what differs between kinds is in subclasses."""
 
     #: which process holds what, for people
     holds: ClassVar[str]
@@ -56,11 +58,10 @@ class StepEngine(ABC):
         device: torch.device,
         scaler: LossScaler,
         distributed: bool,
-        global_step: Callable[[], int],
     ) -> None:
         self.policy, self.device, self.scaler = policy, device, scaler
         scaler.checks = scaler.enabled or policy.nonfinite.action != "ignore"
-        self.distributed, self._global_step = distributed, global_step
+        self.distributed = distributed
         #: gradients are unscaled after each backward pass, for users who clip and step by hand
         self.manual = False
         self.optimizers: list[Optimizer] = []
@@ -135,20 +136,20 @@ class StepEngine(ABC):
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
-        policy = self.policy
+        policy, compute = self.policy, to_torch(self.policy.compute_dtype)
         covered = {id(member.module) for member in self.pin_map.members}
-        pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
+        unpinned = [submodule for submodule in module.modules() if id(submodule) not in covered]
+        pins.remove(unpinned)
         fp32 = [(one.tensor, one.tensor.data.float()) for one in self.pin_map.declared]
-        pins.cast_unpinned((submodule for submodule in module.modules() if id(submodule) not in covered), policy)
+        pins.cast_unpinned(unpinned, policy)
         for tensor, values in fp32:
             if tensor.dtype != torch.float32:
                 tensor.data, tensor.grad = values, None
         if self.synced:
             sync_batchnorm.apply(self.synced)
         if self.fp8 is not None:
-            self.fp8.apply(to_torch(policy.compute_dtype), self.device.type)
-        mixed, compute = policy.mixed, to_torch(policy.compute_dtype)
-        pins.apply(self.pin_map, mixed=mixed, compute_dtype=compute, device_type=self.device.type)
+            self.fp8.apply(compute, self.device.type)
+        pins.apply(self.pin_map, mixed=policy.mixed, compute_dtype=compute, device_type=self.device.type)
         if policy.checkpointing is not None:
             self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
 
@@ -331,19 +332,15 @@ class StepEngine(ABC):
     def check_budget(self, replay: Replay) -> None:
         """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
         verdict = self.verdict()
-        if verdict is not None:
-            if self.report is None:
-                assert self._module is not None, "finish_step() before check()"
-                raise diagnosis.error(
-                    self._module,
-                    replay,
-                    verdict,
-                    step=self._global_step(),
-                    loss=self._loss,
-                    scale=self.loss_scale,
-                    distributed=self.distributed,
-                )
+        if verdict is not None and self.report is not None:
             self.report(verdict)
+        elif verdict is not None:
+            assert self._module is not None, "finish_step() before check()"
+            trainer = trainer_of(self._module)
+            step = self.scaler.attempts if trainer is None else trainer.global_step
+            raise diagnosis.error(
+                self._module, replay, verdict, step, self._loss, self.loss_scale, distributed=self.distributed
+            )
 
     def verdict(self) -> Verdict | None:
         """Why the run has to end after the last step, if it has; a device sync, as late as the budget allows."""
@@ -370,11 +367,11 @@ class StepEngine(ABC):
         bad = (~torch.isfinite(self._loss)).any().float()
         if self.distributed:
             max_over_ranks_(bad)
-        return bool(bad.item())
+        return bool(bad)
 
     def reset_skip_streak(self) -> None:
         """Reset the skip streak: the run was rewound."""
-        self.scaler.end_streak()
+        self.scaler.load_counts({**self.scaler.counts(), "streak": 0})
         self._next_check = 0
 
     @property
@@ -386,3 +383,58 @@ class StepEngine(ABC):
 def max_over_ranks_(flag: Tensor) -> None:
     """Replace ``flag`` by its maximum over all ranks."""
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+
+# ------------------------------------------------------------------ one device and DDP
+
+
+class EagerEngine(StepEngine):
+    """Carries a policy out where gradients are whole."""
+
+    holds = "every process holds all parameters"
+    _ddp: DistributedDataParallel | None = None
+
+    def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers, and set in which dtype DDP sums gradients."""
+        super().connect(model, optimizers)
+        if isinstance(model, DistributedDataParallel):
+            self._ddp, self.reduces = model, "DDP"
+            self._set_reduce_dtype(model)
+        if self.distributed and any(getattr(optimizer, "bf16_stochastic_round", False) for optimizer in optimizers):
+            self.step = self._step_seeded
+
+    def _set_reduce_dtype(self, ddp: DistributedDataParallel) -> None:
+        """Have DDP, which sums each gradient in its own dtype, sum all in ``reduce_dtype``; float64 stays as it is."""
+        dtype = to_torch(self.policy.reduce_dtype)
+        summed = {one.dtype for one in ddp.parameters() if one.requires_grad and one.is_floating_point()}
+        if summed - {dtype, torch.float64}:
+            ddp.register_comm_hook(dtype, average_in)
+
+    def on_trained_changed(self) -> None:
+        """Have DDP sum what is trained from now on; a RuntimeError where gradients of before are not summed yet."""
+        if self._ddp is not None:
+            if self.pending:
+                given = "parameters frozen or unfrozen within an accumulation window, with DDP"
+                raise RuntimeError(str(Fault(given, fix="change them after a step, or use strategy='mp_fsdp2'")))
+            # DDP notes the parameters when it is made, or unpickled
+            self._ddp.__setstate__(self._ddp.__getstate__())
+            if not sharding_compat.register_comm_hooks(self._ddp):
+                self._set_reduce_dtype(self._ddp)
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Clip by the global 2-norm, in fp32."""
+        self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
+
+    def _step_seeded(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Have torchao's optimizers, which round at random, round alike on every rank, or weights would differ."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(self.scaler.attempts)
+            return super().step(optimizer, **kwargs)
+
+
+def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook: average a bucket in ``dtype``, or float64 and complex ones in their own."""
+    gradient = bucket.buffer()
+    wire = gradient if gradient.is_complex() or gradient.dtype == torch.float64 else gradient.to(dtype)
+    work: Any = dist.all_reduce(wire.div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: gradient.copy_(done.value()[0]))

@@ -29,17 +29,14 @@ from lightning_mp.fsdp2.engine import ShardedEngine
 from lightning_mp.modules import sync_batchnorm
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, set_tf32, tf32_refusal, to_torch
-from lightning_mp.plan.eager import EagerEngine
-from lightning_mp.plan.engine import StepEngine
+from lightning_mp.plan.engine import EagerEngine, StepEngine
 from lightning_mp.policy import PrecisionPolicy, hardware
 
 _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
 
-# ------------------------------------------------------------------ the device
-
 
 def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module) -> PrecisionPolicy:
-    """``policy`` with the precision that ``auto`` means for ``module`` on ``device``; the reason is logged."""
+    """``policy`` with the precision that ``auto`` means for ``module`` on ``device``; logs the reason."""
     choice = hardware.choose(device, sum(parameter.numel() for parameter in module.parameters()))
     rank_zero_info(f"precision 'auto' is {choice.precision!r}: {choice.reason}")
     return replace(
@@ -53,12 +50,10 @@ def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module
 def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Faults) -> None:
     """Note why ``device`` cannot compute what the policy declares."""
     emulate = policy.fp8 is not None and policy.fp8.anywhere
-    refused = hardware.refusal(device, policy.precision, emulate=emulate)
-    if refused is not None:
+    if (refused := hardware.refusal(device, policy.precision, emulate=emulate)) is not None:
         problem, allowed, fix = refused
         faults.add(problem, allowed=allowed, fix=fix)
-    unsettable = tf32_refusal() if policy.tf32 is not None and device.tf32 else None
-    if unsettable is not None:
+    if policy.tf32 is not None and device.tf32 and (unsettable := tf32_refusal()) is not None:
         faults.add(unsettable[0], fix=unsettable[1])
 
 
@@ -78,15 +73,10 @@ def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[]
     return None
 
 
-# ------------------------------------------------------------------ the strategy
-
-
 def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
-    own = getattr(strategy, "plan_engine", None)
-    if own is not None:
-        return cast("type[StepEngine]", own)
-    return ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
+    stock = ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
+    return getattr(strategy, "plan_engine", stock)
 
 
 def describe(strategy: Strategy) -> str:
@@ -98,18 +88,14 @@ def describe(strategy: Strategy) -> str:
 
 def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPolicy:
     """``policy`` with what the strategy's own config says where the plan says nothing; a line tells of it."""
-    own = getattr(strategy, "completed", None)
-    whole = policy if own is None else cast("PrecisionPolicy", own(policy))
+    whole: PrecisionPolicy = getattr(strategy, "completed", lambda given: given)(policy)
     if whole != policy:
         rank_zero_info(f"DeepSpeed config: loss_scaling={whole.loss_scaling!r} is the JSON's, the plan has none")
     return whole
 
 
 def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
-    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` strategy can.
-
-    Returns what the strategy's own ``check_plan`` does; ``None`` where it has none.
-    """
+    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` can; returns what its ``check_plan`` does."""
     policy = engine.policy
     shards = isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy))
     if policy.fp8 is not None and policy.fp8.all_gather and shards and not hasattr(strategy, "gathers_fp8"):
@@ -154,14 +140,11 @@ def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Mod
 
 def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
     """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
-    hooks = [getattr(one, "__name__", str(one)) for one in ddp_hooks(strategy) if one is not None]
+    hooks = [getattr(hook, "__name__", str(hook)) for hook in ddp_hooks(strategy) if hook is not None]
     stored = {policy.storage_dtype, *(pin.dtype for pin in policy.pins if pin.accumulate is None)}
     if hooks and (stored != {policy.reduce_dtype} or any("compress" in name for name in hooks)):
         given = f"DDPStrategy(ddp_comm_hook={hooks[0]}) with reduce_dtype={policy.reduce_dtype!r}"
         faults.add(given, fix="remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype")
-
-
-# ------------------------------------------------------------------ a model that its user sharded
 
 
 def check_users_sharding(
@@ -169,7 +152,7 @@ def check_users_sharding(
 ) -> None:
     """Note what ``configure_model``, or a run before, decided otherwise than the plan.
 
-    ``replicas`` is how many ranks have data of their own: between them every gradient has to be summed.
+    ``replicas``: ranks with data of their own, between which every gradient has to be summed.
     """
     pinned, wrong, whole = pin_map.dtypes(), list[str](), list[str]()
     for name, parameter in module.named_parameters():

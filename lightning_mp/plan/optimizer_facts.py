@@ -14,10 +14,24 @@ from lightning_mp.compat.lightning import rank_zero_warn
 from lightning_mp.errors import Faults, is_number
 from lightning_mp.numerics import grads
 
-# ------------------------------------------------------------------ closures
+#: classes by their names, in any case of letters
+_SAM = {"asam", "esam", "gsam", "looksam", "sam", "wsam"}
+#: those that estimate one rate over all parameters, and all that look at all of them together
+_RATES = {"dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "prodigy"}
+_TOGETHER = _SAM | _RATES | {"fusedlamb", "lamb"}
+#: those that look at a parameter as a whole: its norm, its rows and columns
+_WHOLE = {"adafactor", "adafactorbigvision", "came", "galoreadamw", "galoreadafactor", "adam_mini", "soap", "shampoo"}
+_WHOLE |= {"adamp", "distributedshampoo", "fusednovograd", "lars", "muon", "novograd", "nvnovograd", "sgdp"}
 
-
-_SAM = frozenset(("ASAM", "ESAM", "GSAM", "LookSAM", "SAM", "Sam", "WSAM"))
+#: what an optimizer is given to step: FSDP2's DTensors, pieces of flattened tensors, the parameters of one stage
+Shards = Literal["DTensors", "flat pieces", "a stage"]
+#: classes and packages that cannot: kernels that are given the address of a tensor's numbers, which a DTensor does not
+#: have; torchao's state, quantized in blocks; Adafactor mixes DTensors with plain ones
+_CANNOT: dict[Shards, tuple[set[str], tuple[str, ...]]] = {
+    "DTensors": (_RATES | {"adafactor"}, ("deepspeed.", "bitsandbytes.", "apex.")),
+    "flat pieces": (_WHOLE | _TOGETHER, ("torchao.",)),
+    "a stage": (_TOGETHER, ()),
+}
 
 
 def requires_closure(optimizer: Optimizer) -> bool:
@@ -28,37 +42,7 @@ def requires_closure(optimizer: Optimizer) -> bool:
 
 def evaluates_again(optimizer: Optimizer) -> bool:
     """Whether it is LBFGS, an optimizer of its kind, or by its name one of SAM's."""
-    return requires_closure(optimizer) or not _SAM.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__)
-
-
-# ------------------------------------------------------------------ shards
-
-#: what an optimizer is given to step: FSDP2's DTensors, pieces of flattened tensors, the parameters of one stage
-Shards = Literal["DTensors", "flat pieces", "a stage"]
-
-
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
-#: those that look at a parameter as a whole: its norm, its rows and columns
-_WHOLE = _names(
-    "Adafactor AdafactorBigVision AdamP SGDP CAME FusedLAMB FusedLamb FusedNovoGrad LAMB Lamb LARS Lars Muon NovoGrad "
-    "NvNovoGrad SOAP Shampoo DistributedShampoo GaLoreAdamW GaLoreAdafactor Adam_mini"
-)
-#: those that estimate one rate over all parameters, and all that look at all of them together
-_RATES = _names("DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy")
-_TOGETHER = _SAM | _RATES | _names("FusedLAMB LAMB Lamb")
-#: packages whose kernels are given the address of a tensor's numbers, which a DTensor does not have
-_NATIVE = ("deepspeed.", "bitsandbytes.", "apex.")
-#: that keep their state in tensors of their own, quantized in blocks
-_LOW_BIT = ("torchao.",)
-#: Adafactor mixes DTensors with plain ones
-_CANNOT: dict[Shards, tuple[frozenset[str], tuple[str, ...]]] = {
-    "DTensors": (_RATES | {"Adafactor"}, _NATIVE),
-    "flat pieces": (_WHOLE | _TOGETHER, _LOW_BIT),
-    "a stage": (_TOGETHER, ()),
-}
+    return requires_closure(optimizer) or not _SAM.isdisjoint(kind.__name__.lower() for kind in type(optimizer).__mro__)
 
 
 def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
@@ -67,7 +51,7 @@ def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Fault
         return
     kinds = [kind for part in parts(optimizer) for kind in type(part).__mro__]
     refused, packages = _CANNOT[shards]
-    if any(kind.__name__ in refused or kind.__module__.startswith(packages or ("-",)) for kind in kinds):
+    if any(kind.__name__.lower() in refused or kind.__module__.startswith(packages) for kind in kinds):
         given = f"{type(optimizer).__name__} on {where}, which needs whole parameters, or plain tensors of them"
         faults.add(given, fix="use AdamW, SGD or Lion, which update each number by itself, or strategy='mp_ddp'")
 
@@ -78,9 +62,6 @@ def parts(optimizer: Any) -> Iterator[Any]:
     for inner in vars(optimizer).values():
         if isinstance(inner, Optimizer):
             yield from parts(inner)
-
-
-# ------------------------------------------------------------------ half precision
 
 
 def warn_of_eps(optimizer: Optimizer) -> None:

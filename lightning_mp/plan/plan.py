@@ -50,17 +50,6 @@ if TYPE_CHECKING:
     from lightning_mp.bad_steps.handler import BadStepCallback
 
 
-def unpickled(declared: dict[str, Any], notes: dict[str, Any] | None) -> MixedPrecisionPlan:
-    """A plan that was copied or pickled, of plain values, so that torch's ``weights_only=True`` takes it."""
-    plan = MixedPrecisionPlan.from_policy(PrecisionPolicy.from_dict(declared))
-    if notes is not None:
-        plan.deepspeed_notes = DeepSpeedNotes(**notes)
-    return plan
-
-
-torch.serialization.add_safe_globals([unpickled])
-
-
 class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Carries a precision policy out as a Lightning plugin: ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
 
@@ -103,9 +92,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     def _declare(self, policy: PrecisionPolicy) -> None:
         self._declared, self._run = policy, Run(policy)
-        #: the runs of Trainers that live; those around the one at hand; the last one, which copies of the plan share
-        self._runs = WeakKeyDictionary[Trainer, Run]()
-        self._around, self._last = list[Run](), list[Run]()
+        #: the runs of Trainers that live; the last one, which copies of the plan share
+        self._runs, self._last = WeakKeyDictionary[Trainer, Run](), list[Run]()
 
     @classmethod
     def from_policy(cls, policy: PrecisionPolicy) -> MixedPrecisionPlan:
@@ -130,12 +118,18 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def __getstate__(self) -> dict[str, Any]:
-        runs = ("_run", "_runs", "_around", "_last")
-        return {name: value for name, value in vars(self).items() if name not in runs}
+        # plain values, which torch.load(weights_only=True) takes
+        own = {"_declared": self._declared.to_dict()}
+        if self.deepspeed_notes is not None:
+            own["deepspeed_notes"] = asdict(self.deepspeed_notes)
+        runs = ("_run", "_runs", "_last")
+        return {name: value for name, value in vars(self).items() if name not in runs} | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._declare(state["_declared"])
+        self._declare(PrecisionPolicy.from_dict(state.pop("_declared")))
         vars(self).update(state)
+        if "deepspeed_notes" in state:
+            self.deepspeed_notes = DeepSpeedNotes(**state["deepspeed_notes"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionPlan:
         copied = memo[id(self)] = type(self).__new__(type(self))
@@ -143,12 +137,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         # Packages copy their arguments: what the copy counts can be asked of the plan that the user holds.
         copied._last = self._last
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self) is not MixedPrecisionPlan:
-            return super().__reduce_ex__(protocol)
-        notes = None if self.deepspeed_notes is None else asdict(self.deepspeed_notes)
-        return unpickled, (self._declared.to_dict(), notes)
 
     @property
     def device(self) -> str:
@@ -195,7 +183,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             device=run.device,
             scaler=run.loss_scaler,
             distributed=isinstance(strategy, ParallelStrategy) and strategy.world_size > 1,
-            global_step=run.global_step,
         )
         engine.check(module, faults)
         layout, bad_steps = None, None
@@ -249,7 +236,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
                     "give it copies: copy.deepcopy(module), copy.deepcopy(plan)",
                     "Trainer",
                 )
-            self._around.append(run)
         else:
             run.release()
         if trainer is None:
@@ -279,13 +265,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     # ------------------------------------------------------------------ forward
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Tensors made in it take the parameters' dtype under the true modes."""
+        """Tensors and modules made in it take the parameters' dtype under the true modes."""
         run = self._run
         return default_dtype(run.storage_dtype) if run.half_storage else nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Modules made in it take the parameters' dtype under the true modes."""
-        return self.tensor_init_context()
+    module_init_context = tensor_init_context
 
     def forward_context(self) -> Any:
         """Autocast under the mixed modes, the parameters' dtype as the default one under the true modes."""
@@ -406,6 +390,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """
         ended(self, self.trainer)
         self._run.release()
-        if self._around:
-            self._run = self._around.pop()
-            self._last[:] = [self._run]
+        for run in self._runs.values():
+            if run.engine is not None:  # that of a Trainer around this one, the innermost is the last
+                self._run, self._last[:] = run, [run]
+
+
+torch.serialization.add_safe_globals([MixedPrecisionPlan])

@@ -30,15 +30,6 @@ from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.skip_aware import Override, hold_on_skips, may_change_gradients
 from lightning_mp.policy import PrecisionPolicy
 
-#: the keys under which stock Lightning's plugins keep a GradScaler's state
-_STOCK_KEYS = ("MixedPrecision", "FSDPPrecision")
-
-#: fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
-IN_FP16 = (
-    "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0; "
-    "'16-mixed' has them in fp32"
-)
-
 
 class Run:
     """One Trainer's run under a plan: policy, loss scale and counts; while it lasts, the engine and what undoes it."""
@@ -58,9 +49,8 @@ class Run:
     def follow(self, policy: PrecisionPolicy) -> None:
         """Take ``policy``, and its loss scale from the start."""
         self.policy = policy
-        self.loss_scaler = LossScaler(
-            policy.loss_scaling if policy.precision != "auto" else None, on_step=self._on_step
-        )
+        rule = None if policy.precision == "auto" else policy.loss_scaling
+        self.loss_scaler = LossScaler(rule, on_step=self._on_step)
         self.storage_dtype = to_torch(policy.storage_dtype)
         self.half_storage = self.storage_dtype != torch.float32
         self.autocast_dtype = to_torch(policy.compute_dtype) if policy.mixed else None
@@ -104,11 +94,6 @@ class Run:
         """Restore every process-global that was set, and the methods that were changed."""
         self.engine = self.checks_again = None
         self.cleanup.close()
-
-    def global_step(self) -> int:
-        """Lightning's count of attempted steps."""
-        trainer = self.trainer
-        return self.loss_scaler.attempts if trainer is None else trainer.global_step
 
     def _on_step(self) -> None:
         if self.engine is not None:
@@ -198,7 +183,7 @@ class PlanBase:
         """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``."""
         if self.scaler is None or type(self).__qualname__ in checkpoint:
             return
-        for key in _STOCK_KEYS:
+        for key in ("MixedPrecision", "FSDPPrecision"):  # where stock plugins keep a GradScaler's state
             if "scale" in checkpoint.get(key, {}):
                 self.scaler.load_state_dict(checkpoint[key])
 
@@ -225,15 +210,16 @@ class PlanBase:
         return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy), self.fp8_layers)
 
 
-# ------------------------------------------------------------------ how a fit begins and ends
-
-
 def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
     """Say on rank 0 what is declared, and give it to the loggers, so that runs can be filtered by it."""
     for line in describe.announcement(engine.policy, module, () if engine.fp8 is None else engine.fp8.layers):
         rank_zero_info(line)
     if engine.policy.precision == "16-true":
-        rank_zero_info(IN_FP16)
+        # fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
+        rank_zero_info(
+            "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0; "
+            "'16-mixed' has them in fp32"
+        )
     for logger in trainer.loggers:
         # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
         pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})

@@ -1,7 +1,4 @@
-"""One batch through a module outside of the training loop, and everything as it was before afterwards.
-
-Also a context around the passes of the training loop itself.
-"""
+"""One batch through a module outside of the training loop, and everything as it was before afterwards."""
 
 from __future__ import annotations
 
@@ -47,10 +44,9 @@ def step_output(module: nn.Module, batch: Any, batch_idx: int = 0) -> Any:
 
 
 def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """Make each forward and backward pass of the training loop within a ``context()``; the function returned undoes it.
+    """Make each forward and backward pass of the training loop within a ``context()``; returns what undoes it.
 
-    torch pops dispatch modes from the top of its stack whoever pushed them, and a batch that begins may never end: a
-    mode is entered and left in one frame, or it stays behind.
+    Not each batch, which may never end: a dispatch mode is entered and left in one frame, or it stays behind.
     """
     undo, inside = ExitStack(), list[None]()
 
@@ -75,10 +71,7 @@ def loss_of(output: Any) -> Any:
 
 
 def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: str | None, storage: str | None) -> Any:
-    """:func:`step_output` under autocast to a dtype, or else with parameters stored in ``storage``.
-
-    Half-precision storage without autocast makes it the default dtype, and casts the batch.
-    """
+    """:func:`step_output` under autocast to a dtype, else with parameters, default dtype and batch in ``storage``."""
     if autocast is not None:
         with torch.autocast(device.type, to_torch(autocast), cache_enabled=False):
             return step_output(module, batch)
@@ -93,8 +86,7 @@ def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: 
 def untouched(root: nn.Module, device: torch.device) -> Generator[None, None, None]:
     """On exit, gradients, buffers and attributes of ``root``'s modules, and the generators, are as they were on entry.
 
-    Gradients are set aside, so that a backward pass within starts without any. Buffers, and tensors kept as attributes
-    (the sums of torchmetrics), are copied; so are lists, dicts and sets, one level deep.
+    Within there are no gradients at first. Tensors, lists, dicts and sets among attributes are copied, one level deep.
     """
     undo: list[Callable[[], object]] = [partial(set_rng_state, rng_state(device), device)]
     for parameter in root.parameters():

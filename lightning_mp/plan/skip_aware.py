@@ -16,10 +16,7 @@ _OURS = __name__.partition(".")[0] + "."
 
 
 def may_change_gradients(module: LightningModule) -> bool:
-    """Whether a hook between the unscaling and the step may leave gradients that are not finite.
-
-    This package's own callbacks read, or take gradients away; the plan's clipping leaves finite ones finite.
-    """
+    """Whether a hook between the unscaling and the step may leave gradients not finite; this package's own do not."""
     if any(is_overridden(name, module, LightningModule) for name in _HOOKS):
         return True
     callbacks: list[Callback] = cast("Any", module.trainer).callbacks
@@ -61,10 +58,9 @@ class Override:
 
 
 def hold_on_skips(trainer: Trainer, module: LightningModule, skipped: Skipped) -> Callable[[], None]:
-    """Leave step-interval schedulers and weight averages of a run as they are while ``skipped()`` is true.
+    """Leave step-interval schedulers and weight averages as they are while ``skipped()``; returns what undoes it.
 
-    Overriding the LightningModule's hook, rather than the scheduler's ``step``, keeps schedulers saveable and lets
-    ``LearningRateMonitor`` see them as they are. The function returned undoes it, in any order among several.
+    Overriding the module's hook, not the scheduler's ``step``, keeps schedulers saveable, and as callbacks expect them.
     """
     undo = ExitStack()
 

@@ -19,7 +19,7 @@ from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan import for_strategy
-from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.engine import EagerEngine
 from lightning_mp.plan.side_run import untouched
 from lightning_mp.policy.hardware import Device
 from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
@@ -99,7 +99,7 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
     if policy is None:
         return
     here = torch.device(device.type if device.type == "cpu" else "meta")
-    engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False, global_step=lambda: 0)
+    engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False)
     if not any(is_overridden(name, case.model, LightningModule) for name in ("configure_model", "setup")):
         engine.check(case.model, others)  # else modules may be missing that a pattern names
     for fault in others.found:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import DDPStrategy, Trainer, keep_sampler
-from lightning_mp.plan.eager import EagerEngine
+from lightning_mp.plan.engine import EagerEngine
 from lightning_mp.strategies.base import PlanStrategy
 
 

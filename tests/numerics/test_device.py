@@ -52,30 +52,23 @@ def _new(**values: str) -> None:
 #: what a process may have set: by the older calls, or by newer switches that agree with them
 BEFORE: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
-    "highest": lambda: _old("highest"),
     "high": lambda: _old("high"),
-    "medium": lambda: _old("medium"),
     "allow_tf32": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", True),
-    "cudnn on": lambda: _old(cudnn=True),
     "cudnn off": lambda: _old(cudnn=False),
     "cudnn off, high": lambda: _old("high", cudnn=False),
     "cudnn off, both ieee": lambda: (_old(cudnn=False), _new(cudnn_conv="ieee", cudnn_rnn="ieee")),
     "matmul ieee": lambda: _new(cuda_matmul="ieee"),
     "both tf32": lambda: _new(cudnn_conv="tf32", cudnn_rnn="tf32"),
     "oneDNN ieee": lambda: _new(mkldnn_matmul="ieee"),
-    "oneDNN convolutions bf16": lambda: _new(mkldnn_conv="bf16"),
 }
 #: what the older calls cannot say, or a wider switch, which TF32 may follow or not
 UNSETTABLE: dict[str, Callable[[], object]] = {
     "matmul tf32": lambda: _new(cuda_matmul="tf32"),
     "high, then matmul ieee": lambda: (_old("high"), _new(cuda_matmul="ieee")),
     "everything tf32": lambda: _new(generic="tf32"),
-    "everything ieee": lambda: _new(generic="ieee"),
     "cudnn tf32": lambda: _new(cudnn="tf32"),
-    "cudnn ieee": lambda: _new(cudnn="ieee"),
     "cudnn tf32, high": lambda: (_old("high"), _new(cudnn="tf32")),
     "convolutions ieee": lambda: _new(cudnn_conv="ieee"),
-    "recurrent ieee": lambda: _new(cudnn_rnn="ieee"),
     "oneDNN bf16": lambda: _new(mkldnn_matmul="bf16"),
 }
 SETTINGS = ("highest", "high", "medium")

@@ -34,9 +34,6 @@ def set_(parameter: Tensor, value: float) -> None:
     parameter.view(-1)[0] = value
 
 
-# ---------------------------------------------------------------------- forward
-
-
 @pytest.mark.parametrize("layer", range(3))
 def test_an_fp16_overflow_is_named_by_the_layer_that_made_it(layer: int) -> None:
     root = net(3)
@@ -90,9 +87,6 @@ def test_a_mask_of_minus_infinity_is_no_culprit() -> None:
     assert locate(root, step(root)) == Origin("1", "1.weight", "forward")
 
 
-# ---------------------------------------------------------------------- loss
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_checkpointing_runs_again_is_not_what_ran_last(reentrant: bool) -> None:
     root = net(3)
@@ -105,9 +99,6 @@ def test_what_checkpointing_runs_again_is_not_what_ran_last(reentrant: bool) -> 
 
     found = locate(root, run)
     assert (found.module, found.phase) == ("2", "loss")
-
-
-# ---------------------------------------------------------------------- backward
 
 
 class Steep(nn.Module):
@@ -127,12 +118,6 @@ def test_a_gradient_that_becomes_infinite_inside_a_module_is_named(layer: int) -
     assert found.parameter == f"{layer - 1}.weight" or found.parameter == f"{layer - 1}.bias"
 
 
-# ---------------------------------------------------------------------- nothing wrong, and nothing left behind
-
-
-# ---------------------------------------------------------------------- gradients alone
-
-
 def test_from_gradients_names_the_last_bad_one_which_the_backward_pass_met_first() -> None:
     root = net(3)
     for k, layer in enumerate(root):
@@ -149,6 +134,3 @@ def test_what_is_compiled_is_watched_too(bad: int) -> None:
     assert locate(root, step(root)) is None
     set_(root[bad].weight, NAN)
     assert locate(root, step(root)) == Origin(str(bad), f"{bad}.weight", "forward")
-
-
-# ---------------------------------------------------------------------- a forward alone, and weights alone

@@ -20,7 +20,7 @@ from support.cells import sampled
 from support.models import HIDDEN, Regression, batches, same_weights
 from support.oracles import plan_for, stock_for
 from support.running import fit
-from support.traces import Trace, equal_states
+from support.traces import Trace, same_runs, traced
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(AdamW, lr=1e-2),
@@ -46,22 +46,18 @@ class ClipsFusedToo(MixedPrecision):
 
 def _pair(mode: str, build: Any, stock: Any = None, **loop: Any) -> None:
     """Train the same module under Lightning's plugin and under the plan, and compare everything."""
-    plugin = stock or stock_for(mode)
-    stock, ours, there, here = build(), build(), Trace(), Trace()
-    seed_everything(1, verbose=False)
-    fit(stock, callbacks=[there], **plugin, **loop)
-    seed_everything(1, verbose=False)
-    plan = plan_for(mode)
-    fit(ours, callbacks=[here], plugins=[plan], **loop)
+    plan, traces = plan_for(mode), list[Trace]()
+    for host in (stock or stock_for(mode), {"plugins": [plan]}):
+        seed_everything(1, verbose=False)
+        traces.append(traced(build(), **host, **loop))
+    there, here = traces
     assert plan.skipped_steps == 0
-    assert stock.losses == ours.losses
-    assert stock.lrs == ours.lrs
+    assert same_runs(there, here)
+    assert there.module.lrs == here.module.lrs
     assert len(there.seen) == len(here.seen) > 0
     assert all(same_weights(a, b) for a, b in zip(there.seen, here.seen, strict=True))
-    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
-    assert all(equal_states(a, b) for a, b in zip(there.states, here.states, strict=True))
     assert there.global_steps == here.global_steps
-    assert any(not torch.equal(here.start[name], here.weights[-1][name]) for name in here.start)
+    assert not same_weights(here.start, here.weights[-1])
 
 
 @pytest.mark.parametrize(
@@ -88,11 +84,9 @@ def test_losses_gradients_weights_and_state_are_stocks(mode: str, optimizer: str
 
 def _pair_but_for_what_the_hooks_see(build: Any, **loop: Any) -> None:
     """Lightning lets a fused optimizer unscale inside its step: hooks see scaled gradients there, true ones here."""
-    stock, ours, there, here = build(), build(), Trace(), Trace()
-    fit(stock, callbacks=[there], **stock_for("16-mixed"), **loop)
-    fit(ours, callbacks=[here], plugins=[plan_for("16-mixed")], **loop)
-    assert stock.losses == ours.losses
-    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
+    there = traced(build(), **stock_for("16-mixed"), **loop)
+    here = traced(build(), plugins=[plan_for("16-mixed")], **loop)
+    assert same_runs(there, here)
     for scaled, true in zip(there.seen, here.seen, strict=True):
         assert same_weights({name: gradient / 256.0 for name, gradient in scaled.items()}, true)
 
@@ -108,15 +102,13 @@ class Lazy(Regression):
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
 def test_parameters_that_the_first_batch_makes_are_stocks(mode: str) -> None:
-    stock, ours = Lazy(), Lazy()
-    for module, plugin in ((stock, stock_for(mode)), (ours, {"plugins": [plan_for(mode)]})):
+    runs = []
+    for host in (stock_for(mode), {"plugins": [plan_for(mode)]}):
         seed_everything(1, verbose=False)
-        fit(module, **plugin)
-    assert stock.losses == ours.losses
-    assert same_weights(stock.state_dict(), ours.state_dict())
-    assert {name: one.dtype for name, one in stock.state_dict().items()} == {
-        name: one.dtype for name, one in ours.state_dict().items()
-    }
+        runs.append(traced(Lazy(), **host))
+    assert same_runs(*runs)
+    dtypes = [{name: one.dtype for name, one in run.module.state_dict().items()} for run in runs]
+    assert dtypes[0] == dtypes[1]
 
 
 class Dropped(Regression):
@@ -144,13 +136,12 @@ def test_with_random_layers_and_running_statistics(mode: str) -> None:
 
 def test_overflows_from_the_default_scale_take_torchs_path_down() -> None:
     """Skips included: from 2**16 the first steps overflow in fp16."""
-    stock, ours, there, here = Regression(OPTIMIZERS["adamw"]), Regression(OPTIMIZERS["adamw"]), Trace(), Trace()
-    fit(stock, callbacks=[there], **stock_for("16-mixed", init_scale=2.0**16))
     plan = MixedPrecisionPlan("16-mixed")
-    fit(ours, callbacks=[here], plugins=[plan])
+    hosts = stock_for("16-mixed", init_scale=2.0**16), {"plugins": [plan]}
+    there, here = (traced(Regression(OPTIMIZERS["adamw"]), **host) for host in hosts)
     assert plan.skipped_steps > 0
     assert here.scales == there.scales
-    assert same_weights(here.weights[-1], there.weights[-1])
+    assert same_runs(there, here)
 
 
 @pytest.mark.parametrize("saved", ["none", "logged", "not logged"])

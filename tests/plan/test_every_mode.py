@@ -218,12 +218,6 @@ def _four_bits(dtype: torch.dtype) -> nn.Module:
     return layer.to("cpu")
 
 
-def _eight_bits(dtype: torch.dtype) -> nn.Module:
-    layer = importlib.import_module("bitsandbytes").nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
-    layer.bias.data = layer.bias.data.to(dtype)
-    return layer.to("cpu")
-
-
 def _torchao(dtype: torch.dtype) -> nn.Module:
     ao = importlib.import_module("torchao.quantization")
     layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
@@ -231,24 +225,10 @@ def _torchao(dtype: torch.dtype) -> nn.Module:
     return layer
 
 
-def _nf4(dtype: torch.dtype) -> nn.Module:
-    module = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
-
-    class NF4Linear(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return module.linear_nf4(x, self.weight.to(x.dtype)) + self.bias
-
-    layer = NF4Linear(WIDTH, WIDTH, dtype=dtype)
-    layer.weight = nn.Parameter(module.to_nf4(layer.weight.detach(), 64, 1), requires_grad=False)
-    return layer
-
-
 LAYERS: dict[str, Callable[[torch.dtype], nn.Module]] = {
     "FP8Linear": _fp8_linear,
     "Linear4bit": _four_bits,
-    "Linear8bitLt": _eight_bits,
     "int8 weight only": _torchao,
-    "NF4": _nf4,
 }
 
 

@@ -95,17 +95,6 @@ def test_evaluation_is_bf16s_own(recipe: str) -> None:
         assert module.logits.dtype == torch.bfloat16
 
 
-def test_evaluation_in_fp8_runs_under_inference_mode_too() -> None:
-    found: dict[str, Tensor] = {}
-    for inference_mode in (True, False):
-        module = Language()
-        with products() as made:
-            runner = trainer(plugins=[plan(evaluate="fp8")], limit_val_batches=1, inference_mode=inference_mode)
-            runner.validate(module, texts(), verbose=False)
-        assert len(made) == CONVERTED
-        assert torch.equal(module.logits, found.setdefault("logits", module.logits))
-
-
 # ---------------------------------------------------------------------- nothing of it stays
 
 

@@ -14,8 +14,7 @@ from lightning_mp import LossScaling
 from support.manual import Manual, between
 from support.models import Regression, same_weights
 from support.oracles import MODES, SCALED, plan_for
-from support.running import fit
-from support.traces import Trace
+from support.traces import Trace, equal_states, traced
 
 BAD = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -75,7 +74,7 @@ def _one_skip(trace: Trace, plan: Any) -> None:
     assert trace.skipped == [step == BAD for step in range(8)]
     assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
     assert same_weights(trace.weights[BAD - 1], trace.weights[BAD])
-    assert all(torch.equal(a, b) for a, b in zip(trace.states[BAD - 1], trace.states[BAD], strict=True))
+    assert equal_states(trace.states[BAD - 1], trace.states[BAD])
     assert all(bool(torch.isfinite(weight).all()) for weight in trace.weights[-1].values())
 
 
@@ -83,8 +82,8 @@ def _one_skip(trace: Trace, plan: Any) -> None:
 @pytest.mark.parametrize("place", AUTOMATIC)
 def test_the_step_is_skipped(place: str, mode: str, optimizer: str, clip: str) -> None:
     module, callbacks = AUTOMATIC[place](OPTIMIZERS[optimizer])
-    trace, plan = Trace(), plan_for(mode, LossScaling(init_scale=64.0))
-    fit(module, plugins=[plan], callbacks=[*callbacks, trace], **CLIPS[clip])
+    plan = plan_for(mode, LossScaling(init_scale=64.0))
+    trace = traced(module, *callbacks, plugins=[plan], **CLIPS[clip])
     _one_skip(trace, plan)
     if mode in SCALED:
         assert trace.scales == [64.0] * BAD + [32.0] * (8 - BAD)
@@ -129,6 +128,5 @@ MANUAL: dict[str, Any] = {
 @pytest.mark.parametrize(("mode", "optimizer"), [("32-true", "plain"), ("bf16-mixed", "fused"), ("16-mixed", "fused")])
 @pytest.mark.parametrize("place", MANUAL)
 def test_the_step_is_skipped_in_manual_optimization(place: str, mode: str, optimizer: str) -> None:
-    trace, plan = Trace(), plan_for(mode, LossScaling(init_scale=64.0))
-    fit(MANUAL[place](OPTIMIZERS[optimizer]), plugins=[plan], callbacks=[trace])
-    _one_skip(trace, plan)
+    plan = plan_for(mode, LossScaling(init_scale=64.0))
+    _one_skip(traced(MANUAL[place](OPTIMIZERS[optimizer]), plugins=[plan]), plan)

@@ -15,10 +15,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
 from support.cells import WHOLE
-from support.manual import Manual, Pair, between
+from support.manual import Manual, Pair, between, in_turn
 from support.models import batches, same_weights, weights
 from support.running import fit, trainer
-from support.traces import Trace, equal_states
+from support.traces import same_runs, traced
 
 PINNED = {"net": "fp32"}
 
@@ -109,13 +109,9 @@ def step_without_zeroing(m: Any, batch: Any, batch_idx: int) -> None:
         opt.zero_grad()
 
 
-plain, torchs_own_clip, lightnings_clip, own_unscale = (
-    between(what, name) for name, what in {
-        "plain": lambda m, opt: None, "torch's own clip": _clipped, "Lightning's clip": _clipped_by_lightning,
-        "own unscale_": _unscaled,
-    }.items()
-)  # fmt: skip
-WAYS = [plain, torchs_own_clip, lightnings_clip, own_unscale, own_scaler_calls, own_scale]
+plain, own_unscale = between(lambda m, opt: None, "plain"), between(_unscaled, "own unscale_")
+clips = [between(_clipped, "torch's own clip"), between(_clipped_by_lightning, "Lightning's clip")]
+WAYS = [plain, *clips, own_unscale, own_scaler_calls, own_scale]
 WAYS += [two_backwards, every_second_batch, closure, step_without_zeroing]
 OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -138,29 +134,22 @@ RULES = {
 )
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_of_stepping_equals_fp32_bit_for_bit(way: Any, optimizer: str, rule: str) -> None:
-    stock, there = Manual(way, OPTIMIZERS[optimizer]), Trace()
-    fit(stock, precision="32-true", callbacks=[there])
-    ours, here = Manual(way, OPTIMIZERS[optimizer]), Trace()
     plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=RULES[rule])
-    runner = fit(ours, plugins=[plan], callbacks=[here])
-    assert all(same_weights(a, b) for a, b in zip(stock.true, ours.true, strict=True))
-    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
-    assert all(equal_states(a, b) for a, b in zip(there.states, here.states, strict=True))
-    assert stock.losses == ours.losses
-    assert not same_weights(here.start, here.weights[-1])
-    assert (plan.applied_steps, plan.skipped_steps) == (runner.global_step, 0)
+    stock, ours = (
+        traced(Manual(way, OPTIMIZERS[optimizer]), **host) for host in ({"precision": "32-true"}, {"plugins": [plan]})
+    )
+    assert same_runs(stock, ours)
+    assert all(same_weights(a, b) for a, b in zip(stock.module.true, ours.module.true, strict=True))
+    assert not same_weights(ours.start, ours.weights[-1])
+    assert (plan.applied_steps, plan.skipped_steps) == (ours.global_steps[-1], 0)
 
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", pytest.param("32-true", marks=WHOLE)])
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not own_scale], ids=lambda way: way.__name__)
 def test_modes_without_a_scale_equal_stock(way: Any, mode: str) -> None:
     # Lightning refuses to clip a fused optimizer's gradients, here too
-    optimizer = OPTIMIZERS["plain"]
-    stock, there, ours, here = Manual(way, optimizer), Trace(), Manual(way, optimizer), Trace()
-    fit(stock, precision=mode, callbacks=[there])
-    fit(ours, plugins=[MixedPrecisionPlan(mode)], callbacks=[here])
-    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
-    assert stock.losses == ours.losses
+    hosts = {"precision": mode}, {"plugins": [MixedPrecisionPlan(mode)]}
+    assert same_runs(*(traced(Manual(way, OPTIMIZERS["plain"]), **host) for host in hosts))
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "sgd"])
@@ -171,9 +160,8 @@ def test_an_overflow_is_skipped_and_counted_whatever_the_way(way: Any, optimizer
             bad = self.trainer.global_step == 3 and torch.is_grad_enabled()
             return super().loss(batch) * (float("inf") if bad else 1.0)
 
-    trace = Trace()
     plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=LossScaling(init_scale=64.0))
-    fit(Overflows(way, OPTIMIZERS[optimizer]), plugins=[plan], callbacks=[trace])
+    trace = traced(Overflows(way, OPTIMIZERS[optimizer]), plugins=[plan])
     assert trace.skipped == [step == 3 for step in range(8)]
     assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
     assert same_weights(trace.weights[2], trace.weights[3])
@@ -205,13 +193,6 @@ def _pair_plan(**rule: Any) -> MixedPrecisionPlan:
     return MixedPrecisionPlan("16-mixed", pins=pins, loss_scaling=LossScaling(init_scale=64.0, **rule))
 
 
-def one_after_the_other(m: Pair, batch: Any, batch_idx: int) -> None:
-    for opt, index in zip(m.optimizers(), (0, 1), strict=True):
-        opt.zero_grad()
-        m.manual_backward(m.losses_of(batch, batch_idx)[index])
-        opt.step()
-
-
 def both_then_step(m: Pair, batch: Any, batch_idx: int) -> None:
     first, second = m.optimizers()
     first.zero_grad()
@@ -241,32 +222,23 @@ def toggled(m: Pair, batch: Any, batch_idx: int) -> None:
         m.untoggle_optimizer(opt)
 
 
-PAIR_WAYS = [one_after_the_other, both_then_step, summed, toggled]
+PAIR_WAYS = [in_turn, both_then_step, summed, toggled]
 by_way = pytest.mark.parametrize("way", PAIR_WAYS, ids=lambda way: way.__name__)
 
 
 @by_way
 def test_two_optimizers_equal_fp32_bit_for_bit(way: Any) -> None:
-    there, here = Trace(), Trace()
-    fit(Pair(way), precision="32-true", callbacks=[there])
-    fit(Pair(way), plugins=[_pair_plan(growth_interval=1)], callbacks=[here])
-    assert all(same_weights(a, b) for a, b in zip(there.weights, here.weights, strict=True))
-    assert all(equal_states(a, b) for a, b in zip(there.states, here.states, strict=True))
-
-
-@by_way
-def test_the_scale_moves_once_a_batch_not_once_an_optimizer(way: Any) -> None:
-    """DESIGN section 4, item 8: growth counts groups."""
-    trace = Trace()
-    fit(Pair(way), plugins=[_pair_plan(growth_interval=2)], callbacks=[trace])
-    assert trace.scales == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0, 512.0, 1024.0]
+    """And the scale moves once a batch, not once an optimizer."""
+    here = traced(Pair(way), plugins=[_pair_plan(growth_interval=2)])
+    assert same_runs(traced(Pair(way), precision="32-true"), here)
+    assert here.scales == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0, 512.0, 1024.0]
 
 
 @pytest.mark.parametrize("which", ["net", "other"])
 @by_way
 def test_an_overflow_in_one_optimizer_skips_that_one(way: Any, which: str) -> None:
-    trace, plan = Trace(), _pair_plan()
-    fit(Pair(way, {3: which}), plugins=[plan], callbacks=[trace])
+    plan = _pair_plan()
+    trace = traced(Pair(way, {3: which}), plugins=[plan])
     before, after = trace.weights[2], trace.weights[3]
     moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"net", "other"} - {which}

@@ -14,7 +14,7 @@ from support.models import Regression, same_weights, weights
 from support.nonfinite import Breaks
 from support.oracles import MODES, SCALED, UNSCALED, plan_for
 from support.running import fit
-from support.traces import Trace
+from support.traces import Trace, traced
 
 every_mode = pytest.mark.parametrize("mode", MODES)
 unscaled = pytest.mark.parametrize("mode", UNSCALED)
@@ -107,12 +107,11 @@ def test_raise_with_scaling_stops_at_a_loss_that_is_bad_already(mode: str, how: 
 
 @unscaled
 def test_ignore_applies_what_came_as_stock_lightning_does(mode: str) -> None:
-    ours, stock = Regression(overflow_at=(3,)), Regression(overflow_at=(3,))
-    plan, here, there = plan_for(mode, nonfinite="ignore"), Trace(), Trace()
-    fit(ours, plugins=[plan], callbacks=[here])
-    fit(stock, precision=mode, callbacks=[there])
+    plan = plan_for(mode, nonfinite="ignore")
+    hosts = {"plugins": [plan]}, {"precision": mode}
+    here, there = (traced(Regression(overflow_at=(3,)), **host) for host in hosts)
     assert (plan.applied_steps, plan.skipped_steps) == (8, 0)
-    assert any(not torch.isfinite(value).all() for value in weights(ours).values())
+    assert any(not torch.isfinite(value).all() for value in here.weights[-1].values())
     assert all(
         torch.equal(value, there.weights[-1][name]) or not torch.isfinite(value).all()
         for name, value in here.weights[-1].items()

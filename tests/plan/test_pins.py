@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,16 +55,6 @@ def test_an_encoder_layer_is_evaluated_through_its_pins(pins: dict[str, str]) ->
     runner.fit(module, batches(), batches())
     runner.validate(module, batches(), verbose=False)
     assert torch.backends.mha.get_fastpath_enabled() is before is True
-
-
-class Head(nn.Linear):
-    """Remembers the dtypes of its input and weight."""
-
-    met: Any = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.met = input.dtype, self.weight.dtype
-        return super().forward(input)
 
 
 class Replaces(Regression):
@@ -126,31 +115,6 @@ def test_in_fp32_and_for_a_pin_to_what_is_computed_nothing_deviates(checkpointin
     for mode, pin in (("32-true", "fp32"), ("bf16-mixed", "bf16")):
         plan = MixedPrecisionPlan(mode, pins={"inner": pin}, checkpointing=checkpointing)
         fit(Reader(), max_steps=1, plugins=[plan])
-
-
-class Attends(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.att = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
-
-    def loss(self, batch: Any) -> Tensor:
-        hidden = batch[0][:, None]
-        return super().loss((self.att(hidden, hidden, hidden)[0][:, 0], batch[1]))
-
-
-@pytest.mark.parametrize(
-    ("pins", "refused"),
-    [
-        ({"*out_proj*": "fp32"}, True),
-        ({"att": "fp32"}, False),
-        ({"*out_proj*": "bf16", "att": "fp32"}, True),
-        ({"*out_proj*": "bf16"}, False),
-    ],
-)
-def test_attention_reads_its_projection(pins: Any, refused: bool) -> None:
-    expected = pytest.raises(PlanError, match=r"att\.out_proj\.\w+ is pinned") if refused else nullcontext()
-    with expected:
-        fit(Attends(), max_steps=1, plugins=[MixedPrecisionPlan("bf16-mixed", pins=pins)])
 
 
 # ---------------------------------------------------------------------- compiled

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW
 from torch.utils.data import DataLoader, Subset
@@ -17,7 +16,7 @@ from support import optimizers
 from support.models import Regression, batches, same_weights
 from support.oracles import CALM_SCALE, MODES, plan_for
 from support.running import fit
-from support.traces import Trace, equal_states
+from support.traces import equal_states, traced
 
 pytestmark = pytest.mark.older_cpu
 
@@ -49,41 +48,23 @@ def _without(*bad: int) -> Any:
 @pytest.mark.parametrize(("mode", "optimizer"), REPEATABLE)
 def test_the_run_equals_one_without_it(mode: str, optimizer: str, bad: tuple[int, ...]) -> None:
     """Weights and all optimizer state. Complaint 6 (PL 21928): in bf16 and fp32 too, a non-finite step is left out."""
-    skipping, clean, here, there = (
-        Regression(OPTIMIZERS[optimizer], overflow_at=bad),
-        Regression(OPTIMIZERS[optimizer]),
-        Trace(),
-        Trace(),
-    )
     plan = plan_for(mode, static)
-    fit(skipping, plugins=[plan], callbacks=[here])
-    fit(clean, plugins=[plan_for(mode, static)], callbacks=[there], data=_without(*bad))
+    here = traced(Regression(OPTIMIZERS[optimizer], overflow_at=bad), plugins=[plan])
+    there = traced(Regression(OPTIMIZERS[optimizer]), plugins=[plan_for(mode, static)], data=_without(*bad))
     assert plan.skipped_steps == len(bad)
     assert same_weights(here.weights[-1], there.weights[-1])
     assert equal_states(here.states[-1], there.states[-1])
-    assert [loss for step, loss in enumerate(skipping.losses) if step not in bad] == clean.losses
+    assert [loss for step, loss in enumerate(here.module.losses) if step not in bad] == there.module.losses
 
 
 def test_a_real_fp16_overflow_is_skipped() -> None:
     """Not a planted infinity: at scale 2**24 fp16 gradients of this model exceed 65,504 by themselves."""
-    trace, plan = Trace(), plan_for("16-mixed", LossScaling(init_scale=2.0**24))
-    fit(Regression(), plugins=[plan], callbacks=[trace], max_epochs=4)
+    trace = traced(Regression(), plugins=[plan_for("16-mixed", LossScaling(init_scale=2.0**24))], max_epochs=4)
     first = trace.skipped.index(False)
     assert first > 2
     assert all(same_weights(trace.start, weights) for weights in trace.weights[:first])
     assert trace.scales[:first] == [2.0 ** (23 - step) for step in range(first)]
     assert not same_weights(trace.start, trace.weights[first])
-
-
-@every_mode
-def test_a_frozen_parameter_and_one_without_a_gradient_do_no_harm(mode: str) -> None:
-    module = Regression(overflow_at=(2,))
-    module.net[1].requires_grad_(False)
-    module.unused = torch.nn.Linear(2, 2)
-    trace, plan = Trace(), plan_for(mode)
-    fit(module, plugins=[plan], callbacks=[trace])
-    assert trace.skipped == [step == 2 for step in range(STEPS)]
-    assert torch.equal(trace.start["unused.weight"], trace.weights[-1]["unused.weight"])
 
 
 class Restarts(Callback):
@@ -107,23 +88,25 @@ def test_a_run_whose_optimizers_are_made_anew_goes_on_under_its_scale() -> None:
 class Watched(Regression):
     """One batch's gradients are infinite."""
 
-    def __init__(self, *arguments: Any, overflow_in_batch: tuple[int, ...] = (), **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.bad_batches = overflow_in_batch
-        self.seen_batches = 0
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
 
     def on_after_backward(self) -> None:
-        if self.seen_batches in self.bad_batches:
+        if self.batch_idx == self.bad:
             self.net[3].bias.grad.fill_(float("inf"))
-        self.seen_batches += 1
 
 
 @pytest.mark.parametrize("batch", [0, 4, 7])
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "16-true"])
 def test_an_overflow_spoils_its_window_alone(mode: str, batch: int) -> None:
     """Windows of 3, 3 and 2 micro-batches: whichever of them holds the bad one is skipped whole."""
-    module, trace, plan = Watched(overflow_in_batch=(batch,)), Trace(), plan_for(mode)
-    fit(module, plugins=[plan], callbacks=[trace], accumulate_grad_batches=3)
+    plan = plan_for(mode)
+    trace = traced(Watched(batch), plugins=[plan], accumulate_grad_batches=3)
     bad = batch // 3
     after = [trace.weights[2], trace.weights[5], trace.weights[7]]
     before = [trace.start, *after[:2]]
@@ -136,8 +119,8 @@ def test_an_overflow_spoils_its_window_alone(mode: str, batch: int) -> None:
 class Declines(Regression):
     """Its ``training_step`` returns ``None`` for chosen batches."""
 
-    def __init__(self, *declined: int, **options: Any) -> None:
-        super().__init__(partial(AdamW, lr=1e-2, eps=1e-4, fused=True), **options)
+    def __init__(self, *declined: int) -> None:
+        super().__init__(OPTIMIZERS["adamw-fused"])
         self.declined = declined
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -162,8 +145,8 @@ class Declines(Regression):
 def test_a_training_step_that_returns_none_is_neither_applied_nor_skipped(
     mode: str, declined: tuple[int, ...], accumulate: int, applied: int
 ) -> None:
-    plan, trace = plan_for(mode), Trace()
-    fit(Declines(*declined), plugins=[plan], callbacks=[trace], accumulate_grad_batches=accumulate)
+    plan = plan_for(mode)
+    trace = traced(Declines(*declined), plugins=[plan], accumulate_grad_batches=accumulate)
     assert (plan.applied_steps, plan.skipped_steps) == (applied, 0)
     if trace.scales:
         assert set(trace.scales) == {CALM_SCALE}

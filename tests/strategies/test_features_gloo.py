@@ -70,7 +70,11 @@ FSDP2 = {
 }
 #: strategy → feature → what the refusal says; what is not named here is the same
 REFUSED: dict[str, dict[str, Any]] = {
-    "ddp": {**ONE_PROCESS, "manual_bare_backward": "loss.backward() with DDP"},
+    "ddp": {
+        **ONE_PROCESS,
+        **dict.fromkeys([*MIDWAY, *ONE_RANK_MIDWAY], "within an accumulation window, with DDP"),
+        "manual_bare_backward": "loss.backward() with DDP",
+    },
     "fsdp2": FSDP2,
     "hsdp": FSDP2,
     "fsdp2_offload": FSDP2,

@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 
-from support.models import weights
+from support.models import same_weights, weights
+from support.running import fit
 
 
 def optimizer_state(trainer: Trainer) -> list[Tensor]:
@@ -35,6 +36,8 @@ class Trace(Callback):
 
     ``seen`` are the gradients ``on_before_optimizer_step`` saw, an entry a call.
     """
+
+    module: Any
 
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
@@ -61,6 +64,21 @@ class Trace(Callback):
             self.scales.append(plan.scaler.get_scale())
         if hasattr(plan, "step_skipped"):
             self.skipped.append(plan.step_skipped)
+
+
+def traced(module: LightningModule, *callbacks: Callback, **options: Any) -> Trace:
+    """What happened in a fit of ``module``; ``callbacks`` come before the trace."""
+    trace = Trace()
+    fit(module, callbacks=[*callbacks, trace], **options)
+    trace.module = module
+    return trace
+
+
+def same_runs(one: Trace, other: Trace) -> bool:
+    """Whether losses, and weights and optimizer state after each batch, are equal bit for bit."""
+    assert one.module.losses == other.module.losses
+    same = [*map(same_weights, one.weights, other.weights), *map(equal_states, one.states, other.states)]
+    return len(one.weights) == len(other.weights) > 0 and all(same)
 
 
 def equal_states(one: list[Tensor], other: list[Tensor]) -> bool:
