@@ -33,6 +33,7 @@ from lightning_mp import MixedPrecisionPlan
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
 from support.cells import WHOLE
 from support.models import Regression, batches
+from support.running import trainer as quiet_trainer
 
 #: what a user may have called files of their own
 MINE = ("metrics.jsonl", "run.json", "report.html", "events.jsonl", "audit.json", "last.ckpt")
@@ -151,15 +152,13 @@ def _live(day: Day, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: Ca
     monkeypatch.chdir(folder)
     for name in MINE:
         (folder / name).write_text("mine\n")
-    quiet = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "enable_model_summary": False}
-    common = {**quiet, "max_epochs": 2, "logger": False, "log_every_n_steps": 1}
 
     def make(callbacks: Any = (), **options: Any) -> Trainer:
         own = arguments()
         callbacks = [*callbacks, *own.pop("callbacks", [])]
-        if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-            options["enable_checkpointing"] = False
-        return Trainer(callbacks=callbacks, **{**common, **options}, **own)
+        saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        common = {"max_epochs": 2, "log_every_n_steps": 1, "enable_checkpointing": saves}
+        return quiet_trainer(callbacks=callbacks, **{**common, **options}, **own)
 
     torch.manual_seed(0)
     net = day(make)

@@ -54,12 +54,6 @@ def test_a_missing_extra_names_the_command() -> None:
     assert ERRORS["MissingExtraError"].name == "peft"  # type: ignore[attr-defined]
 
 
-def _failing_with_a_fault() -> None:
-    with Faults("Pin") as faults:
-        faults.add("x=1", allowed="2", fix="write 2")
-        raise KeyError("other")
-
-
 def test_faults_are_collected_and_raised_together_and_hide_no_other_error() -> None:
     faults = Faults("Pin")
     faults.raise_if_any()
@@ -70,5 +64,5 @@ def test_faults_are_collected_and_raised_together_and_hide_no_other_error() -> N
     assert (error.value.faults, error.value.subject) == (FAULTS, "Pin")
     assert str(error.value).startswith("Pin: 2 errors.\n")
     assert all(f"{number}. {fault}" in str(error.value) for number, fault in enumerate(FAULTS, start=1))
-    with pytest.raises(KeyError):
-        _failing_with_a_fault()
+    with pytest.raises(KeyError), faults:
+        raise KeyError("other")

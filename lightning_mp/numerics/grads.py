@@ -223,7 +223,7 @@ def _makes_momentum(optimizer: Optimizer) -> bool:
     # torch (2.13 still) allocates fused SGD's momentum uninitialised and returns before writing it when the very first
     # step is held back: the garbage is then used as momentum. So that step is decided on the host.
     return any(
-        group["momentum"] and optimizer.state[parameter].get("momentum_buffer") is None
+        group["momentum"] and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.grad is not None

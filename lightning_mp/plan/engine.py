@@ -51,14 +51,7 @@ class StepEngine(ABC):
     #: around hooks in which users may look at gradients
     hook_watch: AbstractContextManager[Any] = NOTHING
 
-    def __init__(
-        self,
-        policy: PrecisionPolicy,
-        *,
-        device: torch.device,
-        scaler: LossScaler,
-        distributed: bool,
-    ) -> None:
+    def __init__(self, policy: PrecisionPolicy, *, device: torch.device, scaler: LossScaler, distributed: bool) -> None:
         self.policy, self.device, self.scaler = policy, device, scaler
         scaler.checks = scaler.enabled or policy.nonfinite.action != "ignore"
         self.distributed = distributed

@@ -157,8 +157,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     def apply(self, module: nn.Module) -> Any:
         """Check everything, then change ``module`` in place to what the policy declares.
 
-        Returns what the strategy's ``check_plan`` returned, such as the units that it is going to shard; ``None`` where
-        the strategy has none.
+        Returns what the strategy's ``check_plan`` did, such as the units that it is going to shard, if it has one.
 
         Raises:
             PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
@@ -186,9 +185,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         )
         engine.check(module, faults)
         layout, bad_steps = None, None
-        if trainer is not None and strategy is not None:
+        if trainer is not None:
             bad_steps = self._check_fit(trainer, engine, module, faults)
-            layout = for_strategy.check(strategy, engine, module, faults)
+            layout = for_strategy.check(trainer.strategy, engine, module, faults)
         if engine.distributed:
             auto_on = device.name if self._declared.precision == "auto" else ""
             alike.compare(repr(self.from_policy(self.policy)), auto_on, module, engine.device, faults)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -133,16 +132,6 @@ def test_it_is_the_most_that_was_held_at_once_exactly(device: str) -> None:
     assert kept.numel() == 8 * MIB
 
 
-def test_an_error_goes_through_and_leaves_nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
-    with pytest.raises(ValueError, match="no"), PeakMemory():
-        raise ValueError("no")
-    assert "KINETO_LOG_LEVEL" not in os.environ
-    with PeakMemory() as peak:
-        torch.empty(MIB, dtype=torch.uint8).sum()
-    assert peak.bytes >= MIB
-
-
 # ---------------------------------------------------------------------- random numbers
 
 CPU = torch.device("cpu")
@@ -170,11 +159,4 @@ def test_it_survives_a_file_that_holds_plain_values_only() -> None:
     torch.save(state, file)
     file.seek(0)
     set_rng_state(torch.load(file, weights_only=True), CPU)
-    assert _draw() == first
-
-
-def test_a_state_from_cuda_is_put_back_on_the_cpu_as_far_as_it_goes() -> None:
-    state = {**rng_state(CPU), "cuda": torch.zeros(16, dtype=torch.uint8)}
-    first = _draw()
-    set_rng_state(state, CPU)
     assert _draw() == first

@@ -54,12 +54,7 @@ TABLE: list[tuple[str, LossScaling, str, list[float]]] = [
         "!.!.!!",
         [8, 8, 8, 8, 8, 4],
     ),
-    (
-        "a growth refills it",
-        LossScaling(init_scale=8, hysteresis=2, growth_interval=2),
-        "!..!!",
-        [8, 8, 16, 16, 8],
-    ),
+    ("a growth refills it", LossScaling(init_scale=8, hysteresis=2, growth_interval=2), "!..!!", [8, 8, 16, 16, 8]),
     (
         "growth_delay comes before the first growth, and after an overflow",
         LossScaling(init_scale=8, growth_interval=2, growth_delay=1),

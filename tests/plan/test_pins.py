@@ -136,13 +136,6 @@ class Large(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return (self(batch[0]).float() * 1e-5 - batch[1]).pow(2).mean()
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Takes gradients, as what adapts to the data that it meets."""
-        with torch.enable_grad():
-            loss = self.training_step(batch, batch_idx)
-        with torch.autocast("cpu", enabled=False):
-            self.gradients += torch.autograd.grad(loss, [*self.parameters()])
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients += [parameter.grad.clone() for parameter in self.parameters()]
 
@@ -150,19 +143,17 @@ class Large(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-13)
 
 
-def _gradients(compiles: bool, how: str, run: str) -> list[Tensor]:
+def _gradients(compiles: bool) -> list[Tensor]:
     torch._dynamo.reset()
-    module, pins = Large(), {"Linear": "fp32"}
+    module = Large()
     if compiles:
         module.net.compile(backend="aot_eager")
-    stock = {"precision": "bf16-mixed", "callbacks": [DtypePinning(pins)]}
-    options = {"plugins": [plan_for("bf16-mixed", pins=pins)]} if how == "plan" else stock
-    getattr(trainer(inference_mode=False, **options), run)(module, batches())
+    fit(module, precision="bf16-mixed", callbacks=[DtypePinning({"Linear": "fp32"})])
     return module.gradients
 
 
-@pytest.mark.parametrize(("how", "run"), [("plan", "test"), ("DtypePinning", "fit")])
-def test_it_holds_in_evaluation_and_with_stock_plugins(how: str, run: str) -> None:
-    eager, compiled = (_gradients(compiles, how, run) for compiles in (False, True))
+def test_they_hold_in_compiled_backward_passes_with_stock_plugins_too() -> None:
+    """Under plans: tests/conformance/test_compiled_gloo.py."""
+    eager, compiled = _gradients(False), _gradients(True)
     assert len(compiled) == 8 * 4
     assert all(map(torch.equal, eager, compiled))

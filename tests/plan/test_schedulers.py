@@ -81,9 +81,7 @@ def test_epoch_schedulers_step_even_if_the_epochs_last_step_was_skipped() -> Non
     assert module.lrs == [1e-2] * 8 + [5e-3] * 8
 
 
-def test_a_step_that_came_to_nothing_moves_the_schedule_as_in_stock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_came_to_nothing_moves_the_schedule_as_in_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """``training_step`` returning None is neither applied nor skipped: an older skip must not hold its schedule."""
     monkeypatch.setattr(Closure, "warning_cache", WarningCache())  # it warns once in a process
 
