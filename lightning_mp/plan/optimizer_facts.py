@@ -20,8 +20,9 @@ _SAM = {"asam", "esam", "gsam", "looksam", "sam", "wsam"}
 _RATES = {"dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "prodigy"}
 _TOGETHER = _SAM | _RATES | {"fusedlamb", "lamb"}
 #: those that look at a parameter as a whole: its norm, its rows and columns
-_WHOLE = {"adafactor", "adafactorbigvision", "came", "galoreadamw", "galoreadafactor", "adam_mini", "soap", "shampoo"}
-_WHOLE |= {"adamp", "distributedshampoo", "fusednovograd", "lars", "muon", "novograd", "nvnovograd", "sgdp"}
+_MATRICES = {"adafactor", "adafactorbigvision", "came", "galoreadamw", "galoreadafactor", "adam_mini", "soap", "muon"}
+_NORMS = {"adamp", "fusednovograd", "lars", "novograd", "nvnovograd", "sgdp"}
+_WHOLE = _MATRICES | _NORMS | {"shampoo", "distributedshampoo"}
 
 #: what an optimizer is given to step: FSDP2's DTensors, pieces of flattened tensors, the parameters of one stage
 Shards = Literal["DTensors", "flat pieces", "a stage"]
