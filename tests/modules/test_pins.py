@@ -48,25 +48,22 @@ class Blocks(nn.Module):
         return self.head(self.norm_f(x))
 
 
+NORMS = ("blocks.0.norm", "blocks.1.norm", "norm_f")
+MLP = (".mlp", ".mlp.0", ".mlp.1")
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
         ({}, {}),
         ({"head": "bf16"}, {"head": "bf16"}),
-        ({"norm*": "fp32"}, {"blocks.0.norm": "fp32", "blocks.1.norm": "fp32", "norm_f": "fp32"}),
-        ({"LayerNorm": "fp32"}, {"blocks.0.norm": "fp32", "blocks.1.norm": "fp32", "norm_f": "fp32"}),
-        (
-            {"blocks.0": "fp32"},
-            {"blocks.0": "fp32", "blocks.0.norm": "fp32"}
-            | dict.fromkeys(("blocks.0.mlp", "blocks.0.mlp.0", "blocks.0.mlp.1"), "fp32"),
-        ),
+        ({"norm*": "fp32"}, dict.fromkeys(NORMS, "fp32")),
+        ({"LayerNorm": "fp32"}, dict.fromkeys(NORMS, "fp32")),
+        ({"blocks.0": "fp32"}, {f"blocks.0{rest}": "fp32" for rest in ("", ".norm", *MLP)}),
         ({"*.1.norm": "fp32", "norm": "bf16"}, {"blocks.0.norm": "bf16", "blocks.1.norm": "fp32"}),
         (
             {"norm": "fp32", "Block": "bf16"},
-            {
-                **{f"blocks.{k}.norm": "fp32" for k in (0, 1)},
-                **{f"blocks.{k}{rest}": "bf16" for k in (0, 1) for rest in ("", ".mlp", ".mlp.0", ".mlp.1")},
-            },
+            dict.fromkeys(NORMS[:2], "fp32") | {f"blocks.{k}{rest}": "bf16" for k in (0, 1) for rest in ("", *MLP)},
         ),
     ],
     ids=str,
