@@ -250,9 +250,8 @@ def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
 
 def _blocks(case: ModelUnderTest) -> Iterator[Block]:
     """What is checkpointed now, outermost torch wrappers and innermost transformers modules."""
-    on = (name for name, module in case.modules if getattr(module, "gradient_checkpointing", False) is True)
-    training = ((name, case.model.get_submodule(name)) for name in on)
-    flagged = {name for name, module in training if module.training and checkpointing_function(module) is not None}
+    on = [each for each in case.modules if getattr(each[1], "gradient_checkpointing", False) is True]
+    flagged = {name for name, module in on if module.training and checkpointing_function(module) is not None}
     for name, module in case.modules:
         wrapped = reentrant(module)
         if wrapped is not None:

@@ -418,16 +418,17 @@ def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixt
 
 # ---------------------------------------------------------------------- DeepSpeed's JSON
 
-pytest.importorskip("deepspeed")
+HALF = {"fp16": {"enabled": True}}
 
 
-def _found(plan: Any, strategy: Any, trainer: Any = None) -> list[Finding]:
-    findings = doctor(net(), plan, strategy, trainer, device=CPU)
+def _found(plan: Any, strategy: Callable[[], Any], trainer: Any = None) -> list[Finding]:
+    pytest.importorskip("deepspeed")
+    findings = doctor(net(), plan, strategy(), trainer, device=CPU)
     return [finding for finding in findings if finding.name == "deepspeed_contradicts_trainer"]
 
 
-def _ours(config: Any, plan: MixedPrecisionPlan | None = None) -> Any:
-    return make_strategy("deepspeed_zero2", plan or Plan("bf16-mixed"), config=config)
+def _ours(config: Any) -> Callable[[], Any]:
+    return lambda: make_strategy("deepspeed_zero2", Plan("bf16-mixed"), config=config)
 
 
 @pytest.mark.parametrize(
@@ -451,7 +452,7 @@ def test_json_and_trainer_disagree(config: Any, trainer: Any, both: tuple[str, s
 
 
 def test_json_and_plan_disagree() -> None:
-    findings = _found(Plan("bf16-mixed"), {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    findings = _found(Plan("bf16-mixed"), lambda: {**HALF, "zero_optimization": {"stage": 2}})
     assert [finding.where for finding in findings] == ["fp16.enabled"]
     assert "precision='bf16-mixed'" in findings[0].what
 
@@ -472,12 +473,10 @@ def test_what_agrees_or_cannot_be_known_is_healthy(config: Any, trainer: Any) ->
     assert _found(Plan("bf16-mixed"), _ours(config), trainer) == []
 
 
-@pytest.mark.parametrize("strategy", [None, "auto", "ddp", "mp_deepspeed_zero2", DeepSpeedStrategy(stage=2)])
+@pytest.mark.parametrize("strategy", [None, "auto", "ddp", "mp_deepspeed_zero2", DeepSpeedStrategy])
 def test_without_a_json_there_is_nothing_to_contradict(strategy: Any) -> None:
-    assert _found("bf16-mixed", strategy, {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}) == []
-
-
-HALF = {"fp16": {"enabled": True}}
+    made = strategy if callable(strategy) else lambda: strategy
+    assert _found("bf16-mixed", made, {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}) == []
 
 
 @pytest.mark.parametrize("plan", [Plan("bf16-mixed"), "bf16-mixed", "32-true"], ids=str)
@@ -486,6 +485,6 @@ def test_another_precision_in_the_json_of_lightnings_own_strategy(plan: Any, key
     """It refuses a plan; of its own precisions it sets the block beside the other one, or leaves that alone."""
     if (key == "plugins") == isinstance(plan, str) and key is not None:
         return
-    findings = _found(plan if key is None else None, DeepSpeedStrategy(config=HALF), key and {key: plan})
+    findings = _found(plan if key is None else None, lambda: DeepSpeedStrategy(config=HALF), key and {key: plan})
     assert [(finding.severity, finding.where) for finding in findings] == [("error", "fp16.enabled")]
     assert f"precision={getattr(plan, 'precision', plan)!r}" in findings[0].what
