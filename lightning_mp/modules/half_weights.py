@@ -81,13 +81,11 @@ def multiplies(module: nn.Module) -> bool:
 def _keys(module: nn.Module) -> tuple[str, ...]:
     """The parameters of ``module`` that its forward does nothing with but hand them to one product."""
     cls = original_class(module)
-    for kind in (*_LAYERS, *conv1d(), nn.MultiheadAttention):
-        if issubclass(cls, kind):
-            own = [vars(base) for base in cls.__mro__[: cls.__mro__.index(kind)]]
-            if any(name in place for place in (vars(module), *own) for name in _FORWARDS):
-                return ()
-            return _PROJECTIONS if kind is nn.MultiheadAttention else ("weight", "bias")
-    return ()
+    kind = next((kind for kind in (*_LAYERS, *conv1d(), nn.MultiheadAttention) if issubclass(cls, kind)), None)
+    own = [] if kind is None else [vars(base) for base in cls.__mro__[: cls.__mro__.index(kind)]]
+    if kind is None or any(name in place for place in (vars(module), *own) for name in _FORWARDS):
+        return ()
+    return _PROJECTIONS if kind is nn.MultiheadAttention else ("weight", "bias")
 
 
 # ------------------------------------------------------------------ how they are held

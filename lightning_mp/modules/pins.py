@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -189,14 +189,14 @@ def refuse_replaced(root: nn.Module, pin_map: PinMap) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """What a pinned module needs in its forward; with ``output=None`` it returns what its own forward does."""
+    """What a pinned module needs in its forward."""
 
     dtype: torch.dtype
+    #: what it returns: the dtype that came in, if so and if known, else ``output``, else what its own forward does
     output: torch.dtype | None
     to_input_dtype: bool
     device_type: str
-    #: it has weights, to whose dtype models cast what goes in (Mamba's norms, ViT's projection): that dtype is the
-    #: pin's, and ``output`` is what follows expects
+    #: it has weights, whose dtype is then no dtype that came in
     weighted: bool
     #: what calls it is not of the pin, or it has tensors of its own to run with
     entry: bool
@@ -250,17 +250,18 @@ class PinnedForward(Swapped):
             entry = "_lmp_pin_inside" not in self.__dict__
         if not (entry or pin.owns):
             return run(*args, **kwargs)
-        came_in = (floating_dtype(args) or floating_dtype(kwargs)) if entry and pin.to_input_dtype else None
+        came_in = floating_dtype((args, kwargs)) if pin.to_input_dtype else None
+        if pin.weighted and came_in == pin.dtype:  # models cast it to the weight's (Mamba's norms, ViT's projection)
+            came_in = None
         args, kwargs = cast_within_range(args, pin.dtype), cast_within_range(kwargs, pin.dtype)
-        with torch.autocast(pin.device_type, enabled=False):
-            if compiling:  # to set a default dtype would break the graph
-                output = run(*args, **kwargs)
-            else:
-                with _inside(pin.dtype):
-                    output = run(*args, **kwargs)
-                    if isinstance(output, nn.Parameter):  # from here on an activation, which autocast may cast
-                        output = output.view_as(output)
-        wanted = pin.output if pin.weighted and came_in == pin.dtype else came_in or pin.output
+        # to set a default dtype would break a graph
+        with torch.autocast(pin.device_type, enabled=False), nullcontext() if compiling else _inside(pin.dtype):
+            output = run(*args, **kwargs)
+            if not compiling and isinstance(
+                output, nn.Parameter
+            ):  # from here on an activation, which autocast may cast
+                output = output.view_as(output)
+        wanted = came_in or pin.output
         return cast_within_range(output, wanted) if entry and wanted is not None else output
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
