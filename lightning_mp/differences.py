@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -120,7 +121,9 @@ class _Side(PolicyCopy):
         if self.backend:
             torch.compiler.reset()  # each module is compiled as if it were alone
             module = cast("nn.Module", torch.compile(module, backend=self.backend))
-        return self.passes(module, given, self._random_gradients, watch)
+        with warnings.catch_warnings():  # torch.compile asks for it of every input
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            return self.passes(module, given, self._random_gradients, watch)
 
     def _random_gradients(self, outputs: list[Tensor]) -> dict[int, Tensor]:
         generator = torch.Generator(self.device).manual_seed(0)
