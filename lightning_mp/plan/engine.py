@@ -213,7 +213,7 @@ class StepEngine(ABC):
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
-        if self._module is not None:
+        if self.policy.pins and self._module is not None:
             pins.refuse_replaced(self._module, self.pin_map)
         return self.first_step("training_step")
 
