@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_mp.checkpoints.consolidate_file import consolidate, read_full
 from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, kind_of
+from lightning_mp.checkpoints.full import consolidate, read_full
 
 __all__ = ["CheckpointFormatError", "Kind", "consolidate", "kind_of", "read_full"]

@@ -31,9 +31,6 @@ OPTIMIZER = "optimizer_"
 DEEPSPEED_LATEST, DEEPSPEED_TAG = "latest", "checkpoint"
 DEEPSPEED_MODEL = "*_model_states.pt"
 
-#: the formats weights are kept in
-STORAGE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 ALLOWED = (
     f"a .ckpt file of Lightning, a folder of shards with {SHARDED_INDEX} and {SHARDED_EXTRA}, "
     f"or a folder of DeepSpeed's with {DEEPSPEED_LATEST!r}"
@@ -63,11 +60,7 @@ def is_remote_path(path: Any) -> bool:
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """Which of the formats lies at ``path``, told by the names of the files alone.
-
-    Raises:
-        CheckpointFormatError: none of them, or a part of one; it says what is there and what is missing.
-    """
+    """Which of the formats lies at ``path``, told by the names of the files alone; else a CheckpointFormatError."""
     files, place = _on(path)
     if files.isfile(place):
         return "file"
@@ -88,42 +81,27 @@ def _on(path: str | os.PathLike[str]) -> tuple[Any, str]:
 
 
 @contextmanager
-def local_copy(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
-    """The checkpoint itself where it is on this machine, else a copy for as long as it is read."""
+def local(path: str | os.PathLike[str], *, writes: bool = False) -> Generator[Path, None, None]:
+    """The path itself on this machine; of one elsewhere a copy, for as long as it is read, or until it is written."""
     if not is_remote_path(path):
         yield Path(without_file_protocol(path))
         return
-    with _beside(path) as (files, place, copy):
-        files.get(place, str(copy), recursive=True)
-        yield copy
-
-
-@contextmanager
-def local_output(path: str | os.PathLike[str]) -> Generator[Path, None, None]:
-    """Where a file is written that is to lie at ``path``: elsewhere it is put once it is whole."""
-    if not is_remote_path(path):
-        yield Path(without_file_protocol(path))
-        return
-    with _beside(path) as (files, place, file):
-        yield file
-        files.makedirs(place.rpartition("/")[0], exist_ok=True)
-        files.put_file(str(file), place)
-
-
-@contextmanager
-def _beside(path: str | os.PathLike[str]) -> Generator[tuple[Any, str, Path], None, None]:
-    """The file system, its name for ``path``, and a path of that name in a folder of this machine's that goes again."""
     files, place = _on(path)
     with tempfile.TemporaryDirectory() as folder:
-        yield files, place, Path(folder) / Path(place).name
+        copy = Path(folder) / Path(place).name
+        if not writes:
+            files.get(place, str(copy), recursive=True)
+        yield copy
+        if writes:
+            files.makedirs(place.rpartition("/")[0], exist_ok=True)
+            files.put_file(str(copy), place)
 
 
 def write_bytes(path: str, content: bytes) -> None:
     """Write a file behind any protocol, its folder too."""
     files, place = _on(path)
     files.makedirs(place.rpartition("/")[0], exist_ok=True)
-    with files.open(place, "wb") as file:
-        file.write(content)
+    files.pipe_file(place, content)
 
 
 def remove_index(path: str) -> None:
@@ -134,11 +112,7 @@ def remove_index(path: str) -> None:
 
 
 def deepspeed_folder(place: Path) -> Path:
-    """The folder inside a DeepSpeed checkpoint that holds its files.
-
-    Raises:
-        CheckpointFormatError: it is not there or has no model states.
-    """
+    """The folder inside a DeepSpeed checkpoint that holds its files; a CheckpointFormatError without model states."""
     latest = place / DEEPSPEED_LATEST
     tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else DEEPSPEED_TAG
     if any((place / tag).glob(DEEPSPEED_MODEL)):
@@ -182,8 +156,7 @@ def damaged(path: Path | str, error: BaseException | str) -> CheckpointFormatErr
 
 
 # ------------------------------------------------------------------ names, and ONE numbering of optimizer state
-# An optimizer's state belongs to its parameters in the order of its groups. Each format keys it in its own way; from
-# one to another it goes by that order alone.
+# Each format keys an optimizer's state in its own way; from one to another it goes by the order of its groups alone.
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,8 +186,8 @@ def by_parameter(
     """
     keys = [key for group in state["param_groups"] for key in group["params"]]
     own = dict(zip(keys, parameters_of(optimizer), strict=False))
-    found = {key: value(own.get(key), entry) for key, entry in state["state"].items()}
-    return {**state, "state": {key: entry for key, entry in found.items() if entry is not None}}
+    entries = {key: value(own.get(key), entry) for key, entry in state["state"].items()}
+    return {**state, "state": {key: entry for key, entry in entries.items() if entry is not None}}
 
 
 def _plain(key: Any) -> Any:

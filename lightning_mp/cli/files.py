@@ -42,15 +42,15 @@ def consolidate(
 
     Example: lightning-mp consolidate last.ckpt weights.safetensors --dtype bf16
     """
-    from lightning_mp.checkpoints.consolidate_file import write_consolidated
-    from lightning_mp.checkpoints.formats import STORAGE, CheckpointFormatError
+    from lightning_mp.checkpoints.formats import CheckpointFormatError
+    from lightning_mp.checkpoints.full import write_consolidated
+    from lightning_mp.numerics.dtypes import dtype_name
 
     with refusals("consolidate", OSError, CheckpointFormatError):
         tensors, left_out = write_consolidated(checkpoint, output, dtype, prefix, cast_all, False if trust else None)
     if left_out:
         typer.echo(f"left out, since they are no tensors: {', '.join(left_out)}", err=True)
-    short = {dtype: name for name, dtype in STORAGE.items()}
-    dtypes = sorted({short.get(one.dtype, str(one.dtype).removeprefix("torch.")) for one in tensors.values()})
+    dtypes = sorted({dtype_name(one.dtype) for one in tensors.values()})
     size = f"{counted(len(tensors), 'tensor')}, {in_bytes(sum(one.nbytes for one in tensors.values()))}"
     typer.echo(f"{output}: {size}, {', '.join(dtypes)}")
 

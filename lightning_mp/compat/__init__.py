@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
@@ -32,11 +33,7 @@ def check_versions(faults: Faults, *names: str) -> None:
 
 
 def require_versions(subject: str, *names: str) -> None:
-    """Check the named dependencies for ``subject``, a strategy or a callback.
-
-    Raises:
-        PlanError: one of them is installed in a release outside of its bounds.
-    """
+    """Raise a PlanError of ``subject``, a strategy or a callback, where a dependency is out of its bounds."""
     with Faults(subject) as faults:
         check_versions(faults, *names)
 
@@ -47,6 +44,17 @@ def installed(name: str) -> str:
         return version(name)
     except PackageNotFoundError:  # under another name: pytorch-lightning
         return str(import_module("pytorch_lightning" if name == "lightning" else name).__version__)
+
+
+@contextmanager
+def quietly() -> Generator[None, None, None]:
+    """Within, no warning is logged."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager

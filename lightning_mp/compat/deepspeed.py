@@ -45,13 +45,10 @@ def initialize(module: nn.Module, **given: Any) -> tuple[Any, Any]:
 
 def partitions(optimizer: Any) -> list[tuple[Sequence[Tensor], Tensor]]:
     """The flat partitions that a ZeRO optimizer steps, each with the parameters in it; empty for any other."""
-    for groups, flats in (
-        ("bit16_groups", "single_partition_of_fp32_groups"),  # stages 1 and 2
-        ("fp16_groups", "fp32_partitioned_groups_flat"),  # stage 3
-    ):
-        if hasattr(optimizer, flats):
-            return list(zip(getattr(optimizer, groups), getattr(optimizer, flats), strict=True))
-    return []
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        return list(zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True))
+    flats = getattr(optimizer, "single_partition_of_fp32_groups", ())  # stages 1 and 2
+    return list(zip(optimizer.bit16_groups, flats, strict=True)) if flats else []
 
 
 def _rule_of(engine: Any) -> Any:
@@ -88,38 +85,28 @@ class Zero:
             zero.check_grad_overflow = True  # else gradients are never asked whether they are finite
         zero.clip_grad = clip
 
-    def patch(self, check: Callable[[], None], step: Callable[..., None]) -> None:
-        """Have ``check`` run before each sum of gradients over ranks, and ``step`` as step."""
-        reduce = getattr(self.optimizer, self._reduces)
+    def patch(self, check: Callable[[], None], step: Callable[..., None]) -> Callable[[], None]:
+        """Have ``check`` run before each bucket of gradients is summed over ranks, and ``step`` as step; undoes it."""
+        own, stage_3 = vars(self.optimizer), "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+        name = stage_3 if hasattr(self.optimizer, stage_3) else "reduce_ipg_grads"
+        reduce = getattr(self.optimizer, name)
 
         def checked(*args: Any, **kwargs: Any) -> None:
             check()
             reduce(*args, **kwargs)
 
-        setattr(self.optimizer, self._reduces, checked)
-        self.optimizer.step = partial(step, self.optimizer.step)
+        def undo() -> None:
+            for patched_name in (name, "step"):
+                own.pop(patched_name, None)
 
-    def restore(self) -> None:
-        """Take out what ``patch`` put in."""
-        for name in ("step", self._reduces):
-            vars(self.optimizer).pop(name, None)
-
-    @property
-    def _reduces(self) -> str:
-        """The method of the ZeRO optimizer that sums a bucket of gradients, full or the last one of a backward pass."""
-        stage_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-        return stage_3 if hasattr(self.optimizer, stage_3) else "reduce_ipg_grads"
-
-    @property
-    def ends_window(self) -> bool:
-        """Whether a step follows the backward pass."""
-        return self.engine.is_gradient_accumulation_boundary()
+        own.update({name: checked, "step": partial(step, self.optimizer.step)})
+        return undo
 
     @property
     def sums_every_pass(self) -> bool:
         """Whether gradients of each pass are summed and added to those of earlier ones, whichever parameters have any.
 
-        ZeRO-1 sums those of the last pass alone, ZeRO-3 adds to what an earlier window left, and offload does both.
+        ZeRO-1 sums the last pass alone, ZeRO-3 adds to what an earlier window left, and offload does both.
         """
         return bool(getattr(self.optimizer, "partition_gradients", False)) and not self.offloads
 
@@ -135,10 +122,6 @@ class Zero:
     def offloads(self) -> bool:
         """Whether masters and optimizer state of a ZeRO-1 or 2 optimizer are on the CPU."""
         return bool(self.optimizer.cpu_offload)
-
-    def clip(self, norm: float) -> None:
-        """Clip by ``norm`` in the next steps; 0: not at all."""
-        self.optimizer.clip_grad = norm
 
     def step(self) -> tuple[bool, Any]:
         """DeepSpeed's step; whether it was made, and the norm of the gradients, if there is one."""
@@ -180,23 +163,22 @@ class PlanScale:
         """Nothing: the plan adjusts once the step is over."""
 
     def __reduce__(self) -> Any:
-        from deepspeed.runtime.fp16 import loss_scaler
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
         rule = self._scaler.config
         if not rule.dynamic:
-            return loss_scaler.LossScaler, (self.cur_scale,)
+            return LossScaler, (self.cur_scale,)
         rest = rule.growth_interval, rule.min_scale, rule.hysteresis, rule.consecutive_hysteresis
-        return loss_scaler.DynamicLossScaler, (self.cur_scale, *rest, rule.at_min == "raise")
+        return DynamicLossScaler, (self.cur_scale, *rest, rule.at_min == "raise")
 
 
 def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
     """Let a ZeRO-1 or 2 optimizer keep no fp32 copy of weights in one of ``dtypes``."""
-    changed = False
-    for flat, master in zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True):
-        if flat.dtype in dtypes:
-            master.data = master.data.to(flat.dtype)
-            changed = True
-    if changed:
+    groups = zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
+    halves = [(flat, master) for flat, master in groups if flat.dtype in dtypes]
+    for flat, master in halves:
+        master.data = master.data.to(flat.dtype)
+    if halves:
         zero._link_all_hp_params()  # parameters hold views of their masters
 
 
@@ -217,7 +199,7 @@ class HalfGroups:
         self._hold(dtype)
 
     def _refresh_masters(self) -> None:
-        """As DeepSpeed's own, but of weights that are rounded only from what was written to them."""
+        """As DeepSpeed's own, but of rounded weights only what was written to them."""
         zero = self._zero
         for place, master in enumerate(zero.single_partition_of_fp32_groups):
             part = zero.parallel_partitioned_bit16_groups[place][dist.get_rank(zero.real_dp_process_group[place])]
@@ -264,12 +246,10 @@ def gather_as(parameter: Any, dtype: torch.dtype | None) -> bool:
     """
     if hasattr(parameter, "comm_dtype"):
         del parameter.comm_dtype
-    halves = (
-        dtype is not None and is_partitioned(parameter) and not parameter.ds_persist and len(parameter.ds_shape) > 1
-    )
-    if halves:
-        parameter.comm_dtype = dtype
-    return halves
+    if dtype is None or not is_partitioned(parameter) or parameter.ds_persist or len(parameter.ds_shape) < 2:
+        return False
+    parameter.comm_dtype = dtype
+    return True
 
 
 def reduce_as_stored(zero: Any) -> None:

@@ -1,7 +1,7 @@
 """The one door to Lightning, which has two names: ``lightning.pytorch`` and ``pytorch_lightning``.
 
-They are two copies of the same classes, and a Trainer of one takes nothing that is made of the other. Everything this
-package uses of Lightning is therefore imported from here, from the copy that the program imported first.
+A Trainer of one copy takes nothing that is made of the other: all that is used of Lightning is imported from here, from
+the copy that the program imported first.
 """
 
 # pyright: reportWildcardImportFromLibrary=false
@@ -12,7 +12,7 @@ import inspect
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 COPIES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 #: where names are looked for, below the Trainer package and below the Fabric package
 _TRAINER_MODULES = (
-    *("", "callbacks", "core.optimizer", "loggers", "loggers.logger", "loops.fetchers", "plugins"),
+    *("callbacks", "core.optimizer", "loggers", "loggers.logger", "loops.fetchers", "plugins"),
     *("plugins.io", "plugins.environments", "plugins.precision", "strategies", "strategies.deepspeed"),
     *("strategies.launchers", "strategies.strategy", "trainer.states", "utilities", "utilities.exceptions"),
     "utilities.model_helpers",
@@ -64,17 +64,12 @@ def host() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    return _found(name)
-
-
-@cache
-def _found(name: str) -> Any:
-    places = [(host(), below) for below in _TRAINER_MODULES] + [(COPIES[host()], below) for below in _FABRIC_MODULES]
+    places = [f"{host()}.{below}" for below in _TRAINER_MODULES]
+    places += [f"{COPIES[host()]}.{below}" for below in _FABRIC_MODULES]
     for spelled in () if name.startswith("_") else (name, f"_{name}"):
-        for package, below in places:
-            module = import_module(f"{package}.{below}" if below else package)
+        for module in map(import_module, [host(), *places]):
             if hasattr(module, spelled):
-                return getattr(module, spelled)
+                return globals().setdefault(name, getattr(module, spelled))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -82,11 +77,7 @@ def _found(name: str) -> Any:
 
 
 def check_copy(thing: object, subject: str) -> None:
-    """Refuse a Trainer or a LightningModule of the other copy.
-
-    Raises:
-        PlanError: ``thing`` is made of the copy of Lightning that this process does not use.
-    """
+    """Raise a PlanError where a Trainer or a LightningModule is made of the copy that this process does not use."""
     copy = host()
     other = next(name for name in COPIES if name != copy)
     if any(cls.__module__.startswith(f"{other}.") for cls in type(thing).__mro__):
@@ -104,12 +95,10 @@ def _connector_that_calls(*functions: str) -> tuple[Any, Mapping[str, Any]]:
     """The ``_AcceleratorConnector`` of a Trainer being made, among the callers, and the locals of its function."""
     frame: Any = inspect.currentframe()
     for _ in range(8):  # a property and a builder lie between
-        if frame is None:
-            break
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name in functions and type(owner).__name__ == "_AcceleratorConnector":
+        owner = frame.f_locals.get("self") if frame else None
+        if type(owner).__name__ == "_AcceleratorConnector" and frame.f_code.co_name in functions:
             return owner, frame.f_locals
-        frame = frame.f_back
+        frame = frame and frame.f_back
     return None, {}
 
 
@@ -121,7 +110,7 @@ def precision_word(plugin: Precision) -> Any:
     connector, given = _connector_that_calls("__init__")
     if connector is None or connector._precision_plugin_flag is plugin:
         return None
-    return "32-true" if given["precision"] is None else given["precision"]
+    return given["precision"] or "32-true"
 
 
 def give_new_trainer(strategy: Strategy | None) -> bool:
@@ -133,7 +122,7 @@ def give_new_trainer(strategy: Strategy | None) -> bool:
 
 
 def trainer_of(module: Any) -> Trainer | None:
-    """The Trainer that the module is attached to, if any; ``module`` may be any ``nn.Module``."""
+    """The Trainer that the module, any ``nn.Module``, is attached to, if any."""
     return getattr(module, "_trainer", None)
 
 
@@ -199,7 +188,7 @@ def keep_sampler(trainer: Trainer) -> None:
 
 
 def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
-    """The communication hook that ``DDPStrategy`` was given, and the wrapper around it; ``None`` for each not given."""
+    """The communication hook that ``DDPStrategy`` was given, and the wrapper around it, if any."""
     return getattr(strategy, "_ddp_comm_hook", None), getattr(strategy, "_ddp_comm_wrapper", None)
 
 
@@ -226,23 +215,18 @@ def set_mesh(module: LightningModule, mesh: Any) -> None:
 # ------------------------------------------------------------------ what a Trainer prints
 
 
-def tidy_output(trainer: Any) -> Callable[[], None]:
-    """Leave out what says nothing under a plan; returns what undoes it.
+@contextmanager
+def tidy_output(trainer: Any) -> Generator[None, None, None]:
+    """Within, what says nothing under a plan is left out.
 
     The model summary warns that it cannot size a mixed precision (``ModelSummary.__init__``), and the rich bar of a run
     without a limit of epochs counts them up to -2 (``RichProgressBar._get_train_description``).
     """
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     added, bar = warnings.filters[0], trainer.progress_bar_callback
-    endless = hasattr(bar, "_get_train_description") and trainer.max_epochs == -1
-    if endless:
-        described = bar._get_train_description
-        bar._get_train_description = lambda epoch: described(epoch).replace("/-2", "")
-
-    def undo() -> None:
-        with suppress(ValueError):  # whoever set filters of its own has dropped it
-            cast("list[Any]", warnings.filters).remove(added)
-        if endless:
-            del bar._get_train_description
-
-    return undo
+    described = getattr(bar, "_get_train_description", None) if trainer.max_epochs == -1 else None
+    without_limit = {"_get_train_description": lambda epoch: described(epoch).replace("/-2", "")} if described else {}
+    with patched(bar, **without_limit):
+        yield
+    with suppress(ValueError):  # whoever set filters of its own has dropped it
+        cast("list[Any]", warnings.filters).remove(added)

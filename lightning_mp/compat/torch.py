@@ -235,14 +235,12 @@ def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
     return content
 
 
-def load_own_tensors(module: nn.Module, state: dict[str, Any], prefix: str) -> tuple[list[str], list[str], list[str]]:
-    """``load_state_dict`` for the tensors of ``module`` itself: the missing and the unexpected names, and the errors.
+def load_own_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *problems: list[str]) -> None:
+    """``load_state_dict`` for the tensors of ``module`` itself; adds to the lists missing, unexpected and errors.
 
     The module's own hooks may rename what is in ``state``.
     """
-    missing, unexpected, errors = list[str](), list[str](), list[str]()
-    cast("Any", module)._load_from_state_dict(state, prefix, {}, True, missing, unexpected, errors)
-    return missing, unexpected, errors
+    cast("Any", module)._load_from_state_dict(state, prefix, {}, True, *problems)
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:

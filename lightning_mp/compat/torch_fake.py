@@ -24,6 +24,8 @@ CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 UPDATE_SCALE = torch.ops.aten._amp_update_scale_.default
 INDEX = torch.ops.aten.index.Tensor
 PIN_MEMORY = torch.ops.aten._pin_memory.default
+#: what nested data holds, in order; nested data with a change made to each leaf
+leaves, mapped = tree_leaves, tree_map
 
 
 def is_fake(tensor: object) -> bool:
@@ -47,16 +49,6 @@ def constant_of(tensor: Tensor) -> Tensor | None:
 def storage_key(owner: Tensor | torch.UntypedStorage) -> int:
     """One number for a storage, and all tensors of it, while it lives."""
     return cast("Any", owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
-
-
-def leaves(data: Any) -> list[Any]:
-    """What nested ``data`` holds, in order."""
-    return tree_leaves(data)
-
-
-def mapped(change: Callable[[Any], Any], data: Any) -> Any:
-    """Nested ``data`` with ``change`` made to each leaf."""
-    return tree_map(change, data)
 
 
 def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -14,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_mp.compat import require_versions
+from lightning_mp.compat import quietly, require_versions
 from lightning_mp.errors import MissingExtraError
 
 #: the plan's words for recipes, and torchao's where they differ
@@ -25,28 +23,12 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def require() -> None:
-    """Import torchao's FP8 part.
-
-    Raises:
-        MissingExtraError: it is not installed.
-        PlanError: the installed release is out of bounds.
-    """
+    """Import torchao's FP8 part; a MissingExtraError without it, a PlanError in a release out of bounds."""
     if find_spec("torchao") is None:
         raise MissingExtraError("torchao", "fp8", "precision 'fp8-mixed'")
-    with quietly():
+    with quietly():  # it has a line for each compiled library that does not fit this machine
         import_module("torchao.float8")
     require_versions("MixedPrecisionPlan", "torchao")
-
-
-@contextmanager
-def quietly() -> Generator[None, None, None]:
-    """Within, no warning is logged: torchao has a line for each compiled library that does not fit this machine."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _float8(module: str) -> Any:

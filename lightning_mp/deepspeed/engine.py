@@ -1,8 +1,7 @@
 """The step under DeepSpeed's ZeRO: its optimizer shards, reduces and updates; scale, skips and counts are the plan's.
 
-DeepSpeed's own fp16 and bf16 engines cast every parameter, adjust the scale before they divide by it, and stop at the
-smallest scale. None of them runs here: parameters are stored as the policy says, autocast and pins compute, and the
-ZeRO optimizer asks the plan's scaler what to divide by.
+DeepSpeed's fp16 and bf16 engines, which cast every parameter and adjust the scale before they divide by it, are off.
+Parameters are stored as the policy says, autocast and pins compute, and the ZeRO optimizer asks the plan for the scale.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
 
 import torch
@@ -44,20 +43,18 @@ class ZeroEngine(StepEngine):
     reduces = "ZeRO"
     steps = (("flat pieces", "ZeRO's pieces of flat tensors"),)
     _zero: Zero | None = None
+    #: there while ``_zero`` is
+    _weights: Trained
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
-    _writes: Writes | None = None
-    _gradients: Gradients | None = None
-    #: DeepSpeed's engine is in its step
-    _in_step = False
     #: by param group, the index of the user's that it came from
     source_group: Sequence[int] = ()
-    #: from a manual backward pass to the step, reads of gradients are watched
-    _watching = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.hook_watch = self._reads = GradientsElsewhere()
+        #: from a manual backward pass to the step, reads of gradients are watched
+        self._until_step = ExitStack()
 
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
@@ -79,11 +76,8 @@ class ZeroEngine(StepEngine):
         super().connect(model, [])
         self.optimizers = list(optimizers)
         module = nn.Module() if self._module is None else self._module
-        parted = {
-            name: part
-            for name, part in module.named_modules()
-            if any(map(is_partitioned, part.parameters(recurse=False)))
-        }
+        named = module.named_modules()
+        parted = {name: part for name, part in named if any(map(is_partitioned, part.parameters(recurse=False)))}
         # Every pass is compared, on the host: an answer read from a GPU would stop it before each sum.
         own = self.distributed and self.device.type != "cpu"
         group: Any = dist.new_group(backend="gloo") if own else None
@@ -98,31 +92,21 @@ class ZeroEngine(StepEngine):
         trainer = trainer_of(self._module)
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = zero.clip_of_json
-        self._writes = Writes(module.named_parameters())
-        self._connected.callback(self._writes.release)
-        self._gradients = Gradients(
-            module.named_parameters(), compares=self.distributed, by_window=zero.sums_every_pass, group=group
-        )
-        self._connected.callback(self._gradients.release)
-        zero.patch(self._gradients.compare, self._raw_step)
-        self._connected.callback(zero.restore)
+        self._weights = Trained(module, compares=self.distributed, by_window=zero.sums_every_pass, group=group)
+        self._connected.callback(self._weights.release)
+        self._connected.callback(zero.patch(self._weights.compare, self._raw_step))
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
-        if self._zero is not None and self._writes is not None:
-            self._writes.accept()
+        if self._zero is not None:
+            self._weights.accept_writes()
             self._zero.install_scale(self.scaler if self.scaler.enabled else None, self._default_clip)
 
     # ------------------------------------------------------------------ the step
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """The loss, times the scale where there is one.
-
-        Raises:
-            RuntimeError: under manual optimization, a second backward pass before a step: ZeRO would lose the first.
-        """
-        if self.manual and self.pending:
+        if self.manual and self.pending:  # ZeRO would lose the first pass
             refuse("two manual_backward() before a step with ZeRO", "add the losses up, or use strategy='mp_fsdp2'")
         return super().before_backward(loss)
 
@@ -130,27 +114,22 @@ class ZeroEngine(StepEngine):
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
         with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
             self._running.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
-        cast("Gradients", self._gradients).finish_pass(ends_window=self._running.ends_window)
+        self._weights.finish_pass(ends_window=self._running.engine.is_gradient_accumulation_boundary())
 
     def begin_window(self) -> None:
         """Forget a window that an epoch left in its midst."""
         self._running.forget_gradients()
-        cast("Gradients", self._gradients).begin_window()
+        self._weights.begin_window()
 
     def on_trained_changed(self) -> None:
-        """Raise a RuntimeError: ZeRO has partitioned what was trained when the run began."""
-        if self._gradients is not None and self._module is not None:
-            _refuse(
-                self._gradients.changed(self._module.named_parameters()),
-                "frozen or unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
-                "change it before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
-            )
+        if self._zero is not None and self._module is not None:
+            self._weights.refuse_changed(self._module)
 
     def after_backward(self) -> None:
         """Under manual optimization, watch reads of ``parameter.grad`` until the step: ZeRO holds the gradients."""
-        if self.manual and not self._watching:
-            self._watching = True
-            self._reads.__enter__()
+        if self.manual:
+            self._until_step.close()
+            self._until_step.enter_context(self._reads)
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
@@ -160,23 +139,18 @@ class ZeroEngine(StepEngine):
             with super().training_step():
                 yield
         finally:
-            self._stop_watching_reads()
+            self._until_step.close()
 
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
-        split = self._writes is not None and self._writes.partitioned and not any(map(is_compiled, module.modules()))
-        away = ShardReads(module, away=lambda one: not one.numel())
+        split = self._zero is not None and self._weights.partitioned and not any(map(is_compiled, module.modules()))
+        away = ShardReads(module, away=lambda parameter: not parameter.numel())
         with super()._first_step(module), away if split else nullcontext():
             yield
 
-    def _stop_watching_reads(self) -> None:
-        if self._watching:
-            self._reads.__exit__(None, None, None)
-            self._watching = False
-
     def unscale(self, optimizer: Optimizer) -> None:
-        """Left to the step, which divides by the plan's scale and asks every rank."""
-        self._stop_watching_reads()
+        """The step divides by the plan's scale and asks every rank."""
+        self._until_step.close()
         if self.manual:
             self.begin_manual_step(optimizer)
 
@@ -185,14 +159,10 @@ class ZeroEngine(StepEngine):
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Have the step clip by the norm over all partitions."""
-        self._running.clip(max_norm)
+        self._running.optimizer.clip_grad = max_norm
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
-        """ZeRO has no clipping by value.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raise a RuntimeError: ZeRO has no clipping by value."""
         refuse("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "clip by norm")
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
@@ -201,32 +171,29 @@ class ZeroEngine(StepEngine):
         Raises:
             RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
         """
-        zero, writes = self._running, cast("Writes", self._writes)
-        if not zero.ends_window:
+        zero, weights = self._running, self._weights
+        if not zero.engine.is_gradient_accumulation_boundary():
             refuse(
                 "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
                 "reduces in that batch's backward pass",
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
-        writes.refuse_lost()
-        # A user's hook may have changed weights. Under offload the copy would cross the bus: there only writes to the
-        # parameters themselves are seen.
-        if writes.take_change() or not (writes.partitioned or zero.offloads):
+        weights.refuse_lost_writes()
+        # A hook may have changed weights. Under offload, where the copy would cross the bus, only what raises a version
+        # is seen.
+        if weights.take_writes() or not (weights.partitioned or zero.offloads):
             zero.optimizer.refresh_fp32_params()
         groups = zero.optimizer.param_groups
         for place, origin in enumerate(self.source_group):  # a group split off steps with what the first piece has
-            first = self.source_group.index(origin)
-            if first != place:
-                groups[place].update({key: value for key, value in groups[first].items() if key != "params"})
-        self.pending = False
-        self._in_step = True
+            groups[place].update(groups[self.source_group.index(origin)] | {"params": groups[place]["params"]})
+        self.pending, self.scaler.stepping = False, True
         try:
             applied, norm = zero.step()
         finally:
-            self._in_step = False
-        writes.accept()
-        cast("Gradients", self._gradients).begin_window()
-        zero.clip(self._default_clip)
+            self.scaler.stepping = False
+        weights.accept_writes()
+        weights.begin_window()
+        zero.optimizer.clip_grad = self._default_clip
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
@@ -237,19 +204,18 @@ class ZeroEngine(StepEngine):
 
     def check_weights(self) -> None:
         """Raise a RuntimeError where a user changed weights that ZeRO-3 has split."""
-        if self._writes is not None:
-            self._writes.refuse_lost()
+        if self._zero is not None:
+            self._weights.refuse_lost_writes()
 
     def _raw_step(self, own: Any, closure: Any = None) -> None:
         """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
-        if not self._in_step:
-            self._refuse_untracked(self._running.optimizer, (), {})
+        self._refuse_untracked(self._running.optimizer, (), {})
         own(closure)
 
     def release(self) -> None:
-        """Drop the DeepSpeedEngine too."""
         super().release()
-        self._zero = self._writes = self._gradients = None
+        self._zero = None
+        vars(self).pop("_weights", None)
 
 
 # ------------------------------------------------------------------ what a ZeRO optimizer does not see
@@ -302,25 +268,42 @@ def _refuse(names: Sequence[str], given: str, fix: str) -> None:
         refuse(f"{names[0]!r} and {len(names) - 1} others {given}", fix)
 
 
-class Gradients:
-    """Which trained parameters a backward pass reached, in order: ZeRO sums over ranks by place, not by name.
+class Trained:
+    """The trained parameters: which of them a backward pass reached, and whether users wrote to them between steps.
 
-    Args:
-        named: the module's parameters.
-        compares: whether there are other ranks.
-        group: over which they compare on the host; ``None``: all.
-        by_window: whether ZeRO may leave a parameter out of a pass, if another of the window reaches it.
+    ZeRO sums gradients over ranks by place, not by name: ranks have to reach the same parameters in one order. They
+    compare on the host, over ``group`` (``None``: all), where ``compares``. ``by_window``: ZeRO may leave a parameter
+    out of a pass, if another one of the window reaches it.
     """
 
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], *, compares: bool, by_window: bool, group: Any = None
-    ) -> None:
-        self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
+    def __init__(self, module: nn.Module, *, compares: bool, by_window: bool, group: Any = None) -> None:
+        self._named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._compares, self._by_window, self._group = compares, by_window, group
         self._in_pass: dict[int, None] = {}
         self._in_window: set[int] = set()
         self._places = {id(parameter): place for place, parameter in enumerate(self._named.values())}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._named.values()]
+        split = [parameter for parameter in self._named.values() if is_partitioned(parameter)]
+        #: whether ZeRO-3 has split the weights themselves
+        self.partitioned = bool(split)
+        self._written_gathered = False
+        self.accept_writes()
+        self._undo = [p.register_post_accumulate_grad_hook(self._note).remove for p in self._named.values()]
+        self._undo += [after_gathered_change(parameter, self._note_gathered_write) for parameter in split]
+
+    def release(self) -> None:
+        """Let go of the parameters."""
+        for undo in self._undo:
+            undo()
+
+    def refuse_changed(self, module: nn.Module) -> None:
+        """Raise a RuntimeError where parameters were frozen or unfrozen: ZeRO partitioned what was trained."""
+        _refuse(
+            [name for name, one in module.named_parameters() if one.requires_grad != (name in self._named)],
+            "frozen or unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
+            "change it before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
+        )
+
+    # ------------------------------------------------------------------ gradients
 
     def _note(self, parameter: Tensor) -> None:
         self._in_pass[self._places[id(parameter)]] = None
@@ -361,33 +344,13 @@ class Gradients:
         """A step was made, or a window was left in its midst."""
         self._in_window.clear()
 
-    def changed(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-        """The names of parameters that were frozen or unfrozen since the start."""
-        return [name for name, parameter in named if parameter.requires_grad != (name in self._named)]
+    # ------------------------------------------------------------------ values
 
-    def release(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
+    def _note_gathered_write(self) -> None:
+        self._written_gathered = True
+        self.accept_writes()
 
-
-class Writes:
-    """Whether users changed trained parameters between two steps."""
-
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._changed = False
-        split = [parameter for parameter in self._named.values() if is_partitioned(parameter)]
-        #: whether ZeRO-3 has split the weights themselves
-        self.partitioned = bool(split)
-        self.accept()
-        self._undo = [after_gathered_change(parameter, self._changed_while_gathered) for parameter in split]
-
-    def _changed_while_gathered(self) -> None:
-        self._changed = True
-        self.accept()
-
-    def accept(self) -> None:
+    def accept_writes(self) -> None:
         """Take the present versions as the baseline: a step was made, or a checkpoint was loaded."""
         #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
         self._versions = {name: version(parameter) for name, parameter in self._named.items()}
@@ -395,20 +358,15 @@ class Writes:
     def _written(self) -> list[str]:
         return [name for name, before in self._versions.items() if version(self._named[name]) != before]
 
-    def take_change(self) -> bool:
-        """Whether a user changed weights since the last call, or the last step."""
-        changed, self._changed = self._changed or bool(self._written()), False
-        return changed
+    def take_writes(self) -> bool:
+        """Whether users wrote to weights since the last call, or the last step."""
+        written, self._written_gathered = self._written_gathered or bool(self._written()), False
+        return written
 
-    def refuse_lost(self) -> None:
+    def refuse_lost_writes(self) -> None:
         """Raise a RuntimeError where a weight was written to while it was partitioned, which changes nothing."""
         _refuse(
             self._written() if self.partitioned else (),
             "written to between steps with ZeRO-3, which holds them in partitions: nothing was changed",
             "write within deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)",
         )
-
-    def release(self) -> None:
-        """Let go of the parameters."""
-        for undo in self._undo:
-            undo()

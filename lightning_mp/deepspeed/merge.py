@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.deepspeed import read
 from lightning_mp.deepspeed.read import RULE, SENT, SUBJECT, DeepSpeedNotes, check, is_unset
-from lightning_mp.errors import Faults, PlanError
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import LossScaling, PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -30,17 +30,14 @@ _BATCH, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 _OFF = {"enabled": False}
 
 
-def without_unset(value: Any, top: bool = True) -> Any:
-    """A deep copy without comments (``_...``) and without what is unset.
-
-    ``optimizer`` and ``scheduler`` are copied as they are.
-    """
+def without_unset(value: Any) -> Any:
+    """A deep copy without comments (``_...``) and what is unset; ``optimizer`` and ``scheduler`` stay as they are."""
     if isinstance(value, (list, tuple)):
-        return [without_unset(item, False) for item in cast("list[Any]", value)]
+        return [*map(without_unset, cast("list[Any]", value))]
     if not isinstance(value, Mapping):
         return value
     return {
-        key: deepcopy(item) if top and key in ("optimizer", "scheduler") else without_unset(item, False)
+        key: deepcopy(item) if key in ("optimizer", "scheduler") else without_unset(item)
         for key, item in cast("Mapping[Any, Any]", value).items()
         if not is_unset(item) and not str(key).startswith("_")
     }
@@ -67,32 +64,26 @@ def completed(policy: PrecisionPolicy, user: Mapping[str, Any] | None) -> Precis
 
 def compose(
     policy: PrecisionPolicy,
-    user: Mapping[str, Any] | None = None,
+    user: Mapping[str, Any] | None,
+    faults: Faults,
     *,
     stage: int,
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
     fp16_supported: bool = True,
 ) -> dict[str, Any]:
-    """The engine's config for a plan, ``completed``, and a ZeRO stage, with the user's own JSON merged in.
+    """The engine's config for a plan of a resolved precision, ``completed``, and a ZeRO stage, with the user's JSON.
 
+    Every unknown key, wrong type and contradiction between JSON, plan and strategy is noted, with both values.
     ``fp16_supported`` says whether DeepSpeed takes fp16 on this device; the plan computes in it either way.
-
-    Raises:
-        PlanError: every unknown key, wrong type and contradiction between JSON, plan and strategy, each with both
-            values.
-        ValueError: the precision is still ``"auto"``.
     """
-    if policy.precision == "auto":
-        raise ValueError("a DeepSpeed config needs a resolved precision, not 'auto'")
-    given = without_unset(read.load_json(user)) if user is not None else {}
+    given = without_unset(user or {})
     policy = completed(policy, given)
-    with Faults(SUBJECT) as faults:
-        config, wrong = check("", given)
-        faults.extend(wrong.values())
-        _compare(policy, config, faults)
-        offload = {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
-        zero = _zero(config.get("zero_optimization", {}), stage, offload, faults)
+    config, wrong = check("", given)
+    faults.extend(wrong.values())
+    _compare(policy, config, faults)
+    offload = {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
+    zero = _zero(config.get("zero_optimization", {}), stage, offload, faults)
     fp16: dict[str, Any] = _OFF
     if policy.compute_dtype == "fp16" and policy.loss_scaling is not None:
         auto_cast = config.get("fp16", {}).get("auto_cast", False)
@@ -181,40 +172,33 @@ def _zero(zero: dict[str, Any], stage: int, offload: Mapping[str, bool], faults:
 
 
 def add_trainer(
-    config: Mapping[str, Any],
-    *,
-    clip_norm: float | None,
-    accumulate: int,
-    world_size: int,
+    config: Mapping[str, Any], faults: Faults, *, clip_norm: float | None, accumulate: int, world_size: int
 ) -> dict[str, Any]:
     """A copy of a config with what the Trainer decides: clipping, accumulation and the batch.
 
-    Clipping that stands in the JSON alone is kept, and the caller clips by it.
-
-    Raises:
-        PlanError: every value that JSON and Trainer give differently, with both.
+    Every value that JSON and Trainer give differently is noted, with both. Clipping that stands in the JSON alone is
+    kept, and the caller clips by it.
     """
     merged = without_unset(config)
     own, wrong = check("", {key: merged[key] for key in (_CLIP, _STEPS, _BATCH, _MICRO) if key in merged})
-    with Faults(SUBJECT) as faults:
-        faults.extend(wrong.values())
-        for key, value, words in (
-            (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
-            (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),
-        ):
-            if value is not None and own.get(key, value) != value:
-                given = f"{key}={own[key]!r} in the JSON and {words.format(repr(value))}"
-                faults.add(given, fix=f"write {words.format(own[key])}, or remove {key} from the JSON")
-        steps = own.get(_STEPS, accumulate)
-        micro = own.get(_MICRO)
-        if micro is None:  # alone, the whole batch says what a part of it is
-            micro, rest = divmod(own.get(_BATCH, steps * world_size), steps * world_size)
-            micro = 1 if rest else micro
-        product = micro * steps * world_size
-        if own.get(_BATCH, product) != product:
-            factors = f"{micro} a device x {steps} accumulated x {world_size} devices = {product}"
-            given = f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}"
-            faults.add(given, fix=f"write {_BATCH}: {product}, or leave it out")
+    faults.extend(wrong.values())
+    for key, value, words in (
+        (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
+        (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),
+    ):
+        if value is not None and own.get(key, value) != value:
+            given = f"{key}={own[key]!r} in the JSON and {words.format(repr(value))}"
+            faults.add(given, fix=f"write {words.format(own[key])}, or remove {key} from the JSON")
+    steps = own.get(_STEPS, accumulate)
+    micro = own.get(_MICRO)
+    if micro is None:  # alone, the whole batch says what a part of it is
+        micro, rest = divmod(own.get(_BATCH, steps * world_size), steps * world_size)
+        micro = 1 if rest else micro
+    product = micro * steps * world_size
+    if own.get(_BATCH, product) != product:
+        factors = f"{micro} a device x {steps} accumulated x {world_size} devices = {product}"
+        given = f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}"
+        faults.add(given, fix=f"write {_BATCH}: {product}, or leave it out")
     clip = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # left out, DeepSpeed would clip at 1.0
     return merged | {_CLIP: clip, _STEPS: steps, _MICRO: micro}
 
@@ -223,6 +207,7 @@ def add_trainer(
 
 #: how a dynamic scale may differ from DeepSpeed's: what it does otherwise there stands in a comment
 _MAY_DIFFER: Mapping[str, Any] = {"growth_delay": 0, "max_scale": None, "at_min": "hold"}
+_RUN_IT = "run the plan itself, strategy='mp_deepspeed_zero2'"
 
 
 class DeepSpeedJson:
@@ -272,23 +257,23 @@ class DeepSpeedJson:
                 every fault is named at once, and no file is written.
         """
         policy = self.policy
-        first = {_MICRO: train_micro_batch_size_per_gpu, _STEPS: gradient_accumulation_steps, _CLIP: gradient_clipping}
-        composed: dict[str, Any] = {}
+        config: dict[str, Any] = {
+            _MICRO: train_micro_batch_size_per_gpu,
+            _STEPS: gradient_accumulation_steps,
+            _CLIP: gradient_clipping,
+        }
         with Faults(SUBJECT) as faults:
-            _refuse_other_numbers(policy, faults)
-            faults.extend(check("", first)[1].values())
+            faults.extend(check("", config)[1].values())
+            if policy.precision == "auto":
+                raise PlanError([*faults.found, Fault("precision='auto'", fix=f"write a mode, or {_RUN_IT}")], SUBJECT)
             offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
-            try:
-                composed = {} if policy.precision == "auto" else compose(policy, None, stage=stage, **offload)
-            except PlanError as error:
-                faults.extend(error.faults)
-        # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.
-        if policy.compute_dtype == "bf16":
-            composed["bf16"] = {"enabled": True, "check_grad_overflow": policy.nonfinite.action == "skip"}
-        if policy.buffer_dtype is not None:
-            composed["data_types"]["buffer_dtype"] = policy.buffer_dtype
-        config = {**first, "fp16": composed["fp16"], "bf16": composed["bf16"], **composed}
-        comment = _without_key(policy, read.read_policy(config)[0])
+            config |= {"fp16": {}, "bf16": {}, **compose(policy, None, faults, stage=stage, **offload)}
+            # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.
+            if policy.compute_dtype == "bf16":
+                config["bf16"] = {"enabled": True, "check_grad_overflow": policy.nonfinite.action == "skip"}
+            if policy.buffer_dtype is not None:
+                config["data_types"]["buffer_dtype"] = policy.buffer_dtype
+            comment = _unsaid(policy, read.read_policy(config)[0], faults)
         if comment:
             config = {"_comment": comment, **config}
         if path is not None:
@@ -296,36 +281,27 @@ class DeepSpeedJson:
         return config
 
 
-def _refuse_other_numbers(policy: PrecisionPolicy, faults: Faults) -> None:
-    """Refuse what DeepSpeed does otherwise (of the scale: deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler)."""
-    itself = "run the plan itself, strategy='mp_deepspeed_zero2'"
-    if policy.precision == "auto" or policy.storage_dtype != "fp32":
-        given = f"precision={policy.precision!r}, which DeepSpeed's own engines do not have"
-        faults.add(given, fix=f"write '32-true', 'bf16-mixed' or '16-mixed', or {itself}")
-    if policy.nonfinite.action == "raise":
-        faults.add("nonfinite='raise', where DeepSpeed goes on", fix=f"write nonfinite='skip', or {itself}")
-    rule = policy.loss_scaling
-    back = read.read_rule(_said(rule), faults) if rule is not None and rule.dynamic else None
-    for name, there in asdict(back).items() if back is not None else ():
-        own = getattr(rule, name)
-        if own not in (there, _MAY_DIFFER.get(name, there)):
-            faults.add(f"loss_scaling.{name}={own!r}, where DeepSpeed has {there!r}", fix=f"write that, or {itself}")
+def _unsaid(policy: PrecisionPolicy, back: PrecisionPolicy, faults: Faults) -> list[str]:
+    """A line for each field that the JSON reads back otherwise; noted is what DeepSpeed would do with other numbers.
 
-
-def _without_key(policy: PrecisionPolicy, back: PrecisionPolicy) -> list[str]:
-    """A line for each field that the JSON reads back otherwise."""
+    The scale's rule: deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler.
+    """
     wanted, found = policy.to_dict(), back.to_dict()
     wanted["pins"], found["pins"] = {pin.pattern: pin.dtype for pin in policy.pins}, {}
     if policy.loss_scaling is not None and not policy.loss_scaling.dynamic:  # nothing but the scale is read
         wanted["loss_scaling"] = found["loss_scaling"]
     lines: list[str] = []
     for field, value in wanted.items():
-        own = {field: value}, {field: found[field]}
+        own, there = {field: value}, {field: found[field]}
         if isinstance(value, dict) and found[field]:
-            own = tuple({f"{field}.{part}": one for part, one in block.items()} for block in (value, found[field]))
-        lines += [
-            f"{path}={one!r}: DeepSpeed's JSON has no key for it, set it in your own code"
-            for path, one in own[0].items()
-            if one != own[1][path]
-        ]
+            own, there = ({f"{field}.{part}": one for part, one in block.items()} for block in (value, found[field]))
+        for path, one in own.items():
+            if one == there[path]:
+                continue
+            given, part = f"{path}={one!r}", path.removeprefix("loss_scaling.")
+            numbers = path == "precision" or (part != path and one != _MAY_DIFFER.get(part, there[path]))
+            if numbers or given == "nonfinite.action='raise'":
+                faults.add(f"{given}, where DeepSpeed has {there[path]!r}", fix=f"write that, or {_RUN_IT}")
+            else:
+                lines.append(f"{given}: DeepSpeed's JSON has no key for it, set it in your own code")
     return lines

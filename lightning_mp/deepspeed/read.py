@@ -1,7 +1,7 @@
 """DeepSpeed's JSON: the keys that decide formats, the loss scale or the batch, and the policy that they ask for.
 
-The lists are those of DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,precision_config}.py``; tests compare
-them with the installed. What stands below other blocks is DeepSpeed's to check.
+The lists are those of DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,precision_config}.py``. What stands below
+other blocks is DeepSpeed's to check.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def is_unset(value: object) -> bool:
     return value is None or (isinstance(value, str) and value == "auto")
 
 
-def _is_integer(value: Any, least: float = -math.inf) -> bool:
-    return is_number(value) and value == int(value) and value >= least  # 5e8 is one, as in DeepSpeed
+def _is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
+    return is_number(value) and value == int(value) and least <= value <= most  # 5e8 is one, as in DeepSpeed
 
 
 #: what a key may hold: how a message says it, and the test of it
@@ -51,7 +51,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "positive": ("a whole number >= 1", lambda value: _is_integer(value, 1)),
     "number": ("a finite number >= 0", lambda value: is_number(value) and value >= 0),
     "object": ("an object, {...}", lambda value: isinstance(value, Mapping)),
-    "stage": ("0, 1, 2, 3", lambda value: _is_integer(value, 0) and value <= 3),
+    "stage": ("0, 1, 2, 3", lambda value: _is_integer(value, 0, 3)),
     "dtype": ("fp32, bf16, fp16", lambda value: dtype_of(value) is not None),
     # get_communication_data_type knows the short names only.
     "sent": ("fp32, bf16, fp16", lambda value: isinstance(value, str) and value.lower() in STORAGE_DTYPES),
@@ -164,12 +164,8 @@ def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def load_json(source: JsonLike) -> dict[str, Any]:
-    """A DeepSpeed config as a plain dict, from a mapping, an OmegaConf ``DictConfig`` or the path of a JSON file.
-
-    Raises:
-        PlanError: no such file, broken JSON (with its line and column), no object.
-    """
-    loaded = cast("Any", source)
+    """A DeepSpeed config as a plain dict, from a mapping, an OmegaConf ``DictConfig`` or a file; else a PlanError."""
+    loaded: Any = source
     try:
         if isinstance(source, (str, PathLike)):
             loaded = json.loads(Path(source).read_text(encoding="utf-8-sig"))
@@ -180,9 +176,7 @@ def load_json(source: JsonLike) -> dict[str, Any]:
         raise PlanError(error.faults, SUBJECT) from error
     except (OSError, ValueError) as error:
         given = f"{str(source)!r}: {error}"
-    raise PlanError(
-        [Fault(given, allowed="a JSON object, or the path of a file with one", fix="write {'fp16': {...}}")], SUBJECT
-    )
+    raise PlanError.of(f"{given}, which is no JSON object, nor the path of one", "write {'fp16': {...}}", SUBJECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,19 +212,16 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
             else:
                 notes.refused[path] = f"{fault.problem}: {fault.fix}"
         fields = _fields(good, notes.taken, faults)
-    for name, value in config.items():
-        key = str(name)
-        if key in notes.refused:
-            continue
+    for key, value in config.items():
+        paths, why = [str(key)], _ELSEWHERE.get(key, "the engine's own: give the JSON to the strategy as config=")
         if key in BLOCKS and value:
             on = key == "data_types" or value.get("enabled") in (True, "auto")
-            left = dict.fromkeys([f"{key}.{entry}" for entry in value], "the engine's own" if on else f"{key} is off")
+            paths, why = [f"{key}.{entry}" for entry in value], "the engine's own" if on else f"{key} is off"
         elif key in BLOCKS or key in REFUSED:
-            left = {key: "it is off"}
-        else:
-            own = "the engine's own: give the JSON to the strategy as config="
-            left = {key: "a comment" if key.startswith("_") else _ELSEWHERE.get(key, own)}
-        notes.left.update((path, why) for path, why in left.items() if path not in notes.taken)
+            why = "it is off"
+        elif str(key).startswith("_"):
+            why = "a comment"
+        notes.left.update(dict.fromkeys((path for path in paths if path not in notes.taken | notes.refused), why))
     return PrecisionPolicy(**fields), notes
 
 

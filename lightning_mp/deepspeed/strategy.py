@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,19 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.folders import loads_alike, resumable
 from lightning_mp.checkpoints.formats import without_file_protocol
+from lightning_mp.checkpoints.full import loads_alike, resumable
+from lightning_mp.compat import deepspeed as compat
 from lightning_mp.compat import require_versions
-from lightning_mp.compat.deepspeed import (
-    HalfGroups,
-    cast_partition,
-    gather_as,
-    halve_masters,
-    initialize,
-    partitions,
-    reduce_as_stored,
-    restore_linear,
-)
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     ForwardRedirection,
@@ -44,7 +34,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.compat.torch import INNER_SCHEDULERS, load_own_tensors
 from lightning_mp.deepspeed import merge
 from lightning_mp.deepspeed.engine import ZeroEngine, refuse
-from lightning_mp.deepspeed.read import load_json
+from lightning_mp.deepspeed.read import SUBJECT, JsonLike, load_json
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
 from lightning_mp.modules import half_weights
 from lightning_mp.modules.pins import PinMap
@@ -52,8 +42,6 @@ from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights, set_learning_rates
-
-Json = Mapping[str, Any] | str | PathLike[str]
 
 
 class InsideEngine(ForwardRedirection):
@@ -64,19 +52,19 @@ class InsideEngine(ForwardRedirection):
 
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
-        own = original_module.__dict__.get("forward")  # a user's, put onto the instance
+        attributes = vars(original_module)
+        users_own = {name: attributes[name] for name in ("forward",) if name in attributes}
 
         def bring_back() -> None:
-            original_module.__dict__.pop("forward", None)
-            if own is not None:
-                original_module.forward = own
+            attributes.pop("forward", None)
+            attributes.update(users_own)
 
         def step(*inner: Any, **named: Any) -> Any:
             bring_back()
             with self._plan.forward_context():
                 return getattr(original_module, method_name)(*inner, **named)
 
-        original_module.forward = step
+        attributes["forward"] = step
         try:
             with torch.autocast(original_module.device.type, enabled=False):
                 return wrapper_module(*args, **kwargs)
@@ -104,10 +92,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
 
     plan_engine = ZeroEngine
     own_format = "deepspeed"
-    #: by param group in the engine, the user's that it was split off
-    _came_from: Sequence[int] = ()
-    #: while it trains, the weights that stage 1 or 2 holds in half precision
-    _halves: HalfGroups | None = None
+    #: by param group in the engine, the index of the user's that it was split off
+    _source_group: Sequence[int] = ()
+    #: while it trains, the param groups that stage 1 or 2 holds in half precision
+    _half_groups: compat.HalfGroups | None = None
 
     def __init__(
         self,
@@ -116,7 +104,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         half_weights: bool = False,
-        config: Json | None = None,
+        config: JsonLike | None = None,
         policy: PrecisionPolicy | None = None,
         **host: Any,
     ) -> None:
@@ -136,17 +124,18 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             given = "stage=3, which gathers them so already" if stage == 3 else "offload_optimizer=True"
             raise PlanError.of(f"half_weights=True with {given}", "remove one", "strategy")
         if policy is not None and policy.precision != "auto":
-            self.config = self._composed(policy)
+            with Faults(SUBJECT) as faults:
+                self.config = self._composed(policy, faults)
 
-    def _composed(self, policy: PrecisionPolicy) -> dict[str, Any]:
+    def _composed(self, policy: PrecisionPolicy, faults: Faults) -> dict[str, Any]:
         """The JSON for ``policy``: the user's merged with the plan's, over Lightning's defaults."""
         from deepspeed.accelerator import get_accelerator
 
         supported = bool(cast("Any", get_accelerator()).is_fp16_supported())
-        composed = merge.compose(policy, self._given, **cast("Any", self._zero), fp16_supported=supported)
+        composed = merge.compose(policy, self._given, faults, **cast("Any", self._zero), fp16_supported=supported)
         return merge.over(self._host_defaults, composed)
 
-    def _load_config(self, config: Json | None) -> None:
+    def _load_config(self, config: JsonLike | None) -> None:
         """Nothing: the JSON is merged with the plan's, and Lightning's defaults stand below both."""
 
     def completed(self, policy: PrecisionPolicy) -> PrecisionPolicy:
@@ -181,7 +170,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
 
     # ------------------------------------------------------------------ the model
 
-    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> dict[str, Any] | None:
+    def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> dict[str, Any]:
         """The JSON for the run at hand; notes what ZeRO cannot do, and changes nothing."""
         lightning_module = cast("LightningModule", module)
         trainer = lightning_module.trainer
@@ -203,21 +192,13 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             )
         refuse_callbacks(module, "ZeRO, whose weights and schedule are DeepSpeed's", faults)
         refuse_weights(module, faults, why="ZeRO", whole=self._stage < 3)
-        try:
-            composed = self._composed(engine.policy)
-        except PlanError as error:
-            faults.extend(error.faults)
-            composed = self._given or {}
-        try:
-            return merge.add_trainer(
-                composed,
-                clip_norm=trainer.gradient_clip_val if by_norm else None,
-                accumulate=trainer.accumulate_grad_batches,
-                world_size=self.world_size,
-            )
-        except PlanError as error:
-            faults.extend(fault for fault in error.faults if fault not in faults.found)
-        return None
+        return merge.add_trainer(
+            self._composed(engine.policy, faults),
+            faults,
+            clip_norm=trainer.gradient_clip_val if by_norm else None,
+            accumulate=trainer.accumulate_grad_batches,
+            world_size=self.world_size,
+        )
 
     def setup(self, trainer: Trainer) -> None:
         """Apply the plan, then hand the module and its optimizer to DeepSpeed."""
@@ -246,16 +227,16 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 if lr_scheduler is not None and given is not None:
                     both = f"scheduler={given!r} in the JSON and {type(lr_scheduler).__name__} in configure_optimizers"
                     faults.add(both, fix="remove one")
-            self._came_from = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, names)
+            self._source_group = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, names)
         for parameter in model.parameters():
-            cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
+            compat.cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
         trained = by_dtype((parameter for parameter in model.parameters() if parameter.requires_grad), names)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
         if self._stage < 3:
-            halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
+            compat.halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
         if names:
-            self._halves = HalfGroups(zero, names, self._compute_dtype)
+            self._half_groups = compat.HalfGroups(zero, names, self._compute_dtype)
         return engine, zero
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -268,7 +249,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         self.model, _ = self._engine_of(model, config, [], None, None)
 
     def _engine_of(self, model: nn.Module, config: Any, groups: Any, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
-        engine, zero = initialize(
+        engine, zero = compat.initialize(
             model,
             args=Namespace(device_rank=self.local_rank),  # as Lightning, but a CPU has no index
             config=config,
@@ -279,11 +260,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         if self._stage == 3:
             # Gather in the compute dtype what autocast alone computes with; partitions stay as stored.
             names = self._half_names(model)
-            gathered = {
-                id(one): gather_as(one, self._compute_dtype if id(one) in names else None) for one in model.parameters()
-            }
-            self._engine.halves = {key: name for key, name in names.items() if gathered[key]}
-            reduce_as_stored(zero)
+            dtypes = dict.fromkeys(names, self._compute_dtype)
+            gathered = {id(one) for one in model.parameters() if compat.gather_as(one, dtypes.get(id(one)))}
+            self._engine.halves = {key: name for key, name in names.items() if key in gathered}
+            compat.reduce_as_stored(zero)
         return engine, zero
 
     @property
@@ -311,27 +291,28 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 "write precision='bf16-mixed', or make the model in __init__",
                 "strategy",
             )
+        with Faults(SUBJECT) as faults:
+            composed = self._composed(policy, faults)
         batch = ("train_batch_size", "gradient_accumulation_steps")  # the Trainer's; zero.Init only looks for any
-        config = {key: value for key, value in self._composed(policy).items() if key not in batch}
-        # What ZeRO-3 stores is fp32. zero.Init takes that from a config without half engines alone: of a dtype it is
-        # given it makes bf16 on a device for which DeepSpeed has no fp16 (Init._set_dtype).
+        config = {key: value for key, value in composed.items() if key not in batch}
+        # fp32 is stored where no half engine is on; a dtype given to it may become bf16 (Init._set_dtype)
         config |= {"fp16": {"enabled": False}, "train_micro_batch_size_per_gpu": 1}
         with deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config):
             yield
 
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
-        restore_linear()
+        compat.restore_linear()
         self._release(gather=self.world_size == 1)  # after a failure nobody waits for another rank
         super().teardown()
 
     def _release(self, *, gather: bool = True) -> None:
-        if self._halves is not None:
-            self._halves.release(gather=gather)
-            self._halves = None
+        if self._half_groups is not None:
+            self._half_groups.release(gather=gather)
+            self._half_groups = None
 
     def _fp32_weights(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._halves is None else self._halves.fp32()
+        return nullcontext() if self._half_groups is None else self._half_groups.fp32()
 
     # ------------------------------------------------------------------ the step
 
@@ -359,38 +340,27 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save through DeepSpeed; schedulers as if no param group had been split.
-
-        Raises:
-            RuntimeError: under stage 3, after an evaluation outside of a fit.
-        """
+        """Save through DeepSpeed; schedulers as if no param group had been split."""
         if self.deepspeed_engine.checkpoint_engine is None:
             refuse(
                 "trainer.save_checkpoint() after trainer.validate() or test() with ZeRO-3, whose engine then has no "
                 "optimizer to save",
                 "save before it, or by ModelCheckpoint in the fit",
             )
-        source_group = self._came_from
-        first = [source_group.index(group) for group in range(len(set(source_group)))]
-        for state in checkpoint.get("lr_schedulers", ()) if len(first) < len(source_group) else ():
-            regroup(state, len(source_group), first)
+        first_piece = [self._source_group.index(group) for group in sorted({*self._source_group})]
+        for state in checkpoint.get("lr_schedulers", ()):
+            regroup(state, len(self._source_group), first_piece)
         with self._fp32_weights():
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder that as many ranks of the same stage wrote with everything, all else without optimizer state.
-
-        Raises:
-            CheckpointFormatError: no checkpoint.
-        """
+        """Load with everything a folder that as many ranks of the stage wrote, all else without optimizer state."""
         path = without_file_protocol(self.broadcast(checkpoint_path))
         with self._optimizers_while_fitting(), self._fp32_weights():
             checkpoint = super().load_checkpoint(path, weights_only=weights_only)
             self._engine.override_zero_settings()
-            source_group = self._came_from
-            before = len(set(source_group))
-            for state in checkpoint.get("lr_schedulers", ()) if before < len(source_group) else ():
-                regroup(state, before, source_group)
+            for state in checkpoint.get("lr_schedulers", ()):
+                regroup(state, len({*self._source_group}), self._source_group)
             if not self.reads(path):
                 set_learning_rates(self.optimizers, checkpoint)
         return checkpoint
@@ -400,8 +370,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             return False  # an engine without an optimizer takes whole weights only
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
-        flat = [group for zero in self.optimizers if self._stage < 3 for group, _ in partitions(zero)]
-        groups = [[names[id(one)] for one in group] for group in flat]
+        flat = [group for zero in self.optimizers if self._stage < 3 for group, _ in compat.partitions(zero)]
+        groups = [[names[id(parameter)] for parameter in group] for group in flat]
         return alike and (not groups or loads_alike(Path(path), groups))
 
     def load_full(self, checkpoint: dict[str, Any]) -> None:
@@ -422,18 +392,18 @@ def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, 
     """Half-precision weights that are trained: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
     if zero["stage"] < 3 and not zero["offload_optimizer"] and not zero["offload_parameters"]:
         return
-    trained = (one for one in pin_map.members if any(p.requires_grad for p in one.module.parameters(recurse=False)))
-    halves = [
-        f"pin {pin.pattern!r} to {pin.dtype}"
-        for pin in dict.fromkeys(one.pin for one in trained)
-        if pin.dtype != "fp32"
-    ]
+    if policy.storage_dtype == "fp32":
+        trained = (one for one in pin_map.members if any(p.requires_grad for p in one.module.parameters(recurse=False)))
+        pins = dict.fromkeys(one.pin for one in trained if one.pin.dtype != "fp32")
+        refused = [f"pin {pin.pattern!r} to {pin.dtype}" for pin in pins]
+    else:
+        refused = [f"precision={policy.precision!r}"]
     why = "ZeRO-3" if zero["stage"] == 3 else "ZeRO's optimizer offload"
-    for given in halves if policy.storage_dtype == "fp32" else [f"precision={policy.precision!r}"]:
+    for given in refused:
+        mixed = policy.precision.replace("true", "mixed")
         faults.add(
             f"{given} with {why}, which keeps fp32 weights and optimizer state of what is trained",
-            fix=f"use {policy.precision.replace('true', 'mixed')!r} without such pins, or strategy='mp_fsdp2' or "
-            "'mp_deepspeed_zero2'",
+            fix=f"use {mixed!r} without such pins, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
         )
 
 
@@ -441,19 +411,14 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
     """``module.load_state_dict(state)``, one submodule gathered at a time; every rank has all of ``state``.
 
     Lightning's own way loads buffers on rank 0 alone, and says nothing of names that are missing or do not fit.
-
-    Raises:
-        RuntimeError: names are missing or unexpected and ``strict``, or shapes differ.
     """
     import deepspeed
 
-    missing, unexpected, errors = list[str](), list[str](), list[str]()
     left = dict(state)  # hooks of modules rename in it what an earlier version of them has saved
+    missing, unexpected, errors = list[str](), list[str](), list[str]()
     for name, part in module.named_modules():
         with deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0):
-            found = load_own_tensors(part, left, f"{name}." if name else "")
-        for names, more in zip((missing, unexpected, errors), found, strict=True):
-            names.extend(more)
+            load_own_tensors(part, left, f"{name}." if name else "", missing, unexpected, errors)
     if strict and (missing or unexpected):
         errors.append(f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}")
     if errors:
@@ -466,17 +431,25 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
 
 
+def _kind(parameter: Tensor, halves: Container[int]) -> tuple[int, bool, str]:
+    """What a list holds one of; fp32 comes first: DeepSpeed takes the first parameter's dtype for the engine's."""
+    if not parameter.requires_grad:
+        return 2, False, ""
+    half = id(parameter) in halves
+    return int(half or parameter.dtype != torch.float32), not half, str(parameter.dtype)
+
+
 def by_dtype(parameters: Iterable[Tensor], halves: Container[int] = ()) -> list[list[Tensor]]:
     """Trained parameters in lists of one dtype, fp32 first; frozen ones, which are not flattened, end the first list.
 
-    DeepSpeed takes the first parameter's dtype for that of the engine. ``halves``, by ``id``, have lists of their own.
+    ``halves``, by ``id``, have lists of their own.
     """
-    everything = list(parameters)
-    trained, frozen = ([one for one in everything if one.requires_grad == wanted] for wanted in (True, False))
-    kinds = [(one.dtype != torch.float32, str(one.dtype), id(one) in halves) for one in trained]
-    lists = [[one for one, own in zip(trained, kinds, strict=True) if own == kind] for kind in sorted({*kinds})] or [[]]
-    lists[0] += frozen
-    return lists
+    lists: dict[tuple[int, bool, str], list[Tensor]] = {}
+    for parameter in parameters:
+        lists.setdefault(_kind(parameter, halves), []).append(parameter)
+    first, *rest = [lists[kind] for kind in sorted(lists)] or [[]]
+    frozen = rest.pop() if rest and not rest[-1][0].requires_grad else []
+    return [first + frozen, *rest]
 
 
 def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] = ()) -> list[int]:
@@ -487,7 +460,7 @@ def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] 
     """
     old = optimizer.param_groups
     pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"], halves)]
-    pieces.sort(key=lambda piece: _rank(piece[1], halves))  # stable
+    pieces.sort(key=lambda piece: _kind(piece[1][0], halves)[0] if piece[1] else 2)  # stable
     source_group = [index for index, _ in pieces]
     groups = [dict(old[at]) if at in source_group[:place] else old[at] for place, at in enumerate(source_group)]
     for group, (_, members) in zip(groups, pieces, strict=True):
@@ -498,23 +471,13 @@ def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] 
     return source_group
 
 
-def _rank(members: Sequence[Tensor], halves: Container[int]) -> int:
-    if not members or not members[0].requires_grad:
-        return 2
-    return int(members[0].dtype != torch.float32 or id(members[0]) in halves)
-
-
 def regroup(state: dict[str, Any], size: int, source_group: Sequence[int]) -> None:
     """Reorder a scheduler's lists of ``size`` entries, one a group: group ``i`` gets that of ``source_group[i]``.
 
     Milestones and phases may be as many as there are groups by chance: only lists named for what a group has follow.
     """
+    for inner in state.get(INNER_SCHEDULERS, ()):
+        regroup(inner if isinstance(inner, dict) else vars(inner), size, source_group)
     for key, value in state.items():
-        entries = cast("list[Any]", value) if isinstance(value, list) else None
-        if entries is None:
-            continue
-        if key == INNER_SCHEDULERS:
-            for inner in entries:
-                regroup(cast("dict[str, Any]", inner) if isinstance(inner, dict) else vars(inner), size, source_group)
-        elif len(entries) == size and key.endswith(_PER_GROUP):
-            state[key] = [entries[index] for index in source_group]
+        if isinstance(value, list) and key.endswith(_PER_GROUP) and len(cast("list[Any]", value)) == size:
+            state[key] = [value[index] for index in source_group]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat import torchao
+from lightning_mp.compat import quietly
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import MissingExtraError, PlanError, did_you_mean, one_line
 
@@ -48,7 +48,7 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
-        with torchao.quietly():  # transformers imports it where it is installed
+        with quietly():  # transformers imports torchao where it is installed
             try:
                 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
             except ImportError as error:

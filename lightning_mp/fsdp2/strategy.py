@@ -17,8 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.folders import entries
 from lightning_mp.checkpoints.formats import by_parameter
+from lightning_mp.checkpoints.full import entries
 from lightning_mp.compat import patched, torchao
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (

@@ -201,7 +201,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             from lightning_mp.preflight.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
 
             warn_at_fit(module, self.policy)
-            run.cleanup.callback(tidy_output(trainer))
+            run.cleanup.enter_context(tidy_output(trainer))
             began(engine, module, trainer)
         run.begin(engine, module)
         restore_tf32 = for_strategy.switch_tf32(self.policy, device)

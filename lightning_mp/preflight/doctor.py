@@ -13,7 +13,7 @@ from torch import nn
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, is_overridden, parsed_optimizers
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.deepspeed.merge import add_trainer
-from lightning_mp.errors import Fault, Faults, PlanError, counted, pinning
+from lightning_mp.errors import Fault, Faults, counted, pinning
 from lightning_mp.modules.patterns import original_class
 from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -316,11 +316,10 @@ def _contradictions(case: ModelUnderTest, json: Mapping[str, Any]) -> Iterator[F
     # without a known number of devices nothing can be said of the whole batch
     config = {key: value for key, value in json.items() if world is not None or key != "train_batch_size"}
     clip = trainer.get("gradient_clip_val") if trainer.get("gradient_clip_algorithm") in (None, "norm") else None
-    try:
-        accumulate = int(trainer.get("accumulate_grad_batches") or 1)
-        add_trainer(config, clip_norm=clip, accumulate=accumulate, world_size=world or 1)
-    except PlanError as error:
-        yield from error.faults
+    accumulate = int(trainer.get("accumulate_grad_batches") or 1)
+    faults = Faults()
+    add_trainer(config, faults, clip_norm=clip, accumulate=accumulate, world_size=world or 1)
+    yield from faults.found
 
 
 CHECKS = (

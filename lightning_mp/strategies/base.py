@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_mp.checkpoints import folders
-from lightning_mp.checkpoints.consolidate_file import read_full
 from lightning_mp.checkpoints.formats import (
     CheckpointFormatError,
     Kind,
@@ -21,6 +20,7 @@ from lightning_mp.checkpoints.formats import (
     plain_names,
     without_file_protocol,
 )
+from lightning_mp.checkpoints.full import read_full
 from lightning_mp.compat.lightning import (
     LightningModule,
     Precision,

@@ -94,28 +94,20 @@ def test_the_output_is_names_and_tensors_only(saved: Path, held: Held, tmp_path:
     held.load_state_dict(_loaded(path), strict=True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wanted"),
-    [
-        ("bf16", torch.bfloat16),
-        ("bfloat16", torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16),
-        ("torch.float16", torch.float16),
-        ("FP32", torch.float32),
-    ],
-)
-def test_only_floating_tensors_are_cast(
-    saved: Path, held: Held, tmp_path: Path, dtype: object, wanted: torch.dtype
-) -> None:
-    tensors = _loaded(consolidate(saved, tmp_path / "w.safetensors", dtype))
-    assert tensors.pop("model.calls").dtype == torch.int64
-    assert same_weights(tensors, {name: full_state(held)[name].to(wanted) for name in tensors})
+DTYPES = {"bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16, "torch.float16": torch.float16, "FP32": torch.float32}
 
 
-@pytest.mark.parametrize("prefix", ["model.", "model"])
-def test_a_prefix_selects_and_is_taken_off(saved: Path, held: Held, tmp_path: Path, prefix: str) -> None:
-    Net().load_state_dict(_loaded(consolidate(saved, tmp_path / "w.pt", prefix=prefix)), strict=True)
-    inner = _loaded(consolidate(saved, tmp_path / "w.pt", prefix=f"{prefix.rstrip('.')}.first"))
+def test_only_floating_tensors_are_cast(saved: Path, held: Held, tmp_path: Path) -> None:
+    for dtype, wanted in DTYPES.items():
+        tensors = _loaded(consolidate(saved, tmp_path / "w.safetensors", dtype))
+        assert tensors.pop("model.calls").dtype == torch.int64
+        assert same_weights(tensors, {name: full_state(held)[name].to(wanted) for name in tensors})
+
+
+def test_a_prefix_selects_and_is_taken_off(saved: Path, held: Held, tmp_path: Path) -> None:
+    for prefix in ("model.", "model"):
+        Net().load_state_dict(_loaded(consolidate(saved, tmp_path / "w.pt", prefix=prefix)), strict=True)
+    inner = _loaded(consolidate(saved, tmp_path / "w.pt", prefix="model.first"))
     assert same_weights(inner, full_state(held.model.first))
 
 
@@ -132,11 +124,10 @@ def test_tied_tensors_share_in_torchs_file_and_are_copies_in_safetensors(saved: 
 
 def test_a_checkpoint_is_not_written_over_itself(saved: Path, tmp_path: Path) -> None:
     before = saved.read_bytes()
-    with pytest.raises(CheckpointFormatError, match="a folder or the checkpoint itself"):
-        consolidate(saved, saved.parent / "." / saved.name)
     (tmp_path / "w.pt").mkdir()
-    with pytest.raises(CheckpointFormatError, match="a folder or the checkpoint itself"):
-        consolidate(saved, tmp_path / "w.pt")
+    for output in (saved.parent / "." / saved.name, tmp_path / "w.pt"):
+        with pytest.raises(CheckpointFormatError, match="a folder or the checkpoint itself"):
+            consolidate(saved, output)
     assert saved.read_bytes() == before
 
 
@@ -156,26 +147,22 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
 
 
 def test_transformers_loads_what_is_under_model(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
     from support import language
 
     for name, model in {"tied": language.llama(tie_word_embeddings=True), "own": language.llama()}.items():
-        module = language.Language(model)
-        fit(module, data=language.tokens(), callbacks=[SaveAt(tmp_path / name, 4)])
-        _check_in_transformers(tmp_path / name / "4.ckpt", model.config, full_state(model), tmp_path / name)
-
-
-def _check_in_transformers(checkpoint: Path, config: Any, weights: dict[str, Tensor], folder: Path) -> None:
-    """Under ``model.``, a Llama's ``checkpoint`` is what from_pretrained loads, from memory and from ``folder``."""
-    from transformers import LlamaForCausalLM
-
-    state = torch.load(consolidate(checkpoint, folder / "w.bin", prefix="model."), weights_only=True)
-    consolidate(checkpoint, folder / "hub" / "model.safetensors", prefix="model.")
-    config.save_pretrained(folder / "hub")
-    options: dict[str, Any] = {"output_loading_info": True, "dtype": torch.float32}
-    for path, given in ((None, {"config": config, "state_dict": state}), (folder / "hub", {})):
-        model, info = LlamaForCausalLM.from_pretrained(path, **given, **options)
-        assert not any(info.values()), info
-        assert same_weights(full_state(model), weights)
+        folder, checkpoint = tmp_path / name, tmp_path / name / "4.ckpt"
+        fit(language.Language(model), data=language.tokens(), callbacks=[SaveAt(folder, 4)])
+        state = torch.load(consolidate(checkpoint, folder / "w.bin", prefix="model."), weights_only=True)
+        consolidate(checkpoint, folder / "hub" / "model.safetensors", prefix="model.")
+        model.config.save_pretrained(folder / "hub")
+        for path, given in ((None, {"config": model.config, "state_dict": state}), (folder / "hub", {})):
+            loaded, info = LlamaForCausalLM.from_pretrained(
+                path, **given, output_loading_info=True, dtype=torch.float32
+            )
+            assert not any(info.values()), info
+            assert same_weights(full_state(loaded), full_state(model))
 
 
 # ---------------------------------------------------------------------- formats
@@ -215,8 +202,6 @@ def test_what_is_none_of_them_is_refused(tmp_path: Path, names: tuple[str, ...],
     place = _touch(tmp_path / "given", *names) / path
     with pytest.raises(CheckpointFormatError) as caught:
         kind_of(place)
-    message = str(caught.value)
-    assert says in message
-    assert repr(str(place)) in message
-    assert message.endswith(f"{caught.value.fault.fix[1:]}.")
-    assert "\n" not in message
+    assert says in str(caught.value)
+    assert repr(str(place)) in str(caught.value)
+    assert "\n" not in str(caught.value)

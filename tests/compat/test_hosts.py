@@ -13,22 +13,14 @@ from support.cells import WHOLE
 from support.launching import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch", "pytorch_lightning"
-COPIES = (LIGHTNING, PYTORCH_LIGHTNING)
-PLAN = "from lightning_mp import MixedPrecisionPlan"
+COPIES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def printed(*command: str, cwd: Path | None = None) -> str:
+def printed(code: str, cwd: Path | None = None) -> str:
     """What a fresh Python printed."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env=environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}"),
-        cwd=cwd,
-        timeout=280,
-        check=False,
-    )
+    paths = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=paths, cwd=cwd, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -87,7 +79,7 @@ print(json.dumps({{"said": said, "losses": module.losses}}))
 @pytest.mark.parametrize(("first", "second"), [COPIES, pytest.param(*COPIES[::-1], marks=WHOLE)])
 def test_the_trainer_of_the_other_copy_is_refused(first: str, second: str, tmp_path: Path) -> None:
     """Where both are in one process, with what to write."""
-    result = json.loads(printed("-c", BOTH.format(first=first, second=second), cwd=tmp_path).splitlines()[-1])
+    result = json.loads(printed(BOTH.format(first=first, second=second), tmp_path).splitlines()[-1])
     for way, said in result["said"].items():
         assert f"of {second} where lightning_mp uses {first}" in said, way
         assert f"Write 'import {first} as pl' throughout, or 'import {second}' before every other import." in said, way
@@ -100,7 +92,8 @@ def test_the_trainer_of_the_other_copy_is_refused(first: str, second: str, tmp_p
 @pytest.mark.slow
 def test_a_plan_loads_what_a_run_needs() -> None:
     show = "import sys; print(*(name for name in sys.modules if name.startswith('lightning_mp.')))"
-    loaded = printed("-c", f"{PLAN}; import lightning.pytorch; MixedPrecisionPlan('16-mixed'); {show}").split()
+    plan = "from lightning_mp import MixedPrecisionPlan; import lightning.pytorch; MixedPrecisionPlan('16-mixed')"
+    loaded = printed(f"{plan}; {show}").split()
     needless = {"callbacks", "checkpoints", "cli", "demo", "precision_audit.audit", "preflight.doctor", "record.report"}
     needless |= {"strategies.ddp", "strategies.factory", "strategies.fsdp1", "fsdp2.strategy", "deepspeed.strategy"}
     assert [name for name in loaded if name.removeprefix("lightning_mp.") in needless] == []

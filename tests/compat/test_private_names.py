@@ -66,7 +66,7 @@ def test_every_private_name_is_in_what_is_installed() -> None:
     """Those that ``compat/`` uses, and those that a class of this package overrides or uses of its base class."""
     absent = () if find_spec("torchao") else ("torchao.py",)  # the oldest releases are installed without it
     trees = [tree for path, tree in _trees().items() if path.name not in absent]
-    used = {name for tree in trees for _, name in _private_attributes(tree)} - _defined(trees)
+    used = {name for tree in trees for *_, name, _ in _uses(tree) if _private(name)} - _defined(trees)
     there = set[str]().union(*(_words(package) for package in DISTRIBUTIONS), _words("transformers"))
     assert used - there - _ALLOWED == set()
     assert {"_amp_update_scale_", "_should_accumulate", "_get_fsdp_state", "_cast_module_mixed_precision"} <= used
@@ -173,49 +173,35 @@ def _called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
-def _private_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _private(node.attr):
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and _called(node) in ("getattr", "hasattr", "setattr", "delattr"):
-            texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-            yield from ((node.lineno, str(text)) for text in texts if _private(text))
-        elif isinstance(node, ast.Call) and _called(node) == "patched":
-            yield from ((node.lineno, str(keyword.arg)) for keyword in node.keywords if _private(keyword.arg))
-
-
-def _uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+def _uses(tree: ast.Module) -> Iterator[tuple[int, str, str, bool]]:
+    """Line, code and name of every private or foreign name, and whether it is one of ``self``, perhaps inherited."""
     stores = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     slots = {node.attr for node in stores if _is_self(node.value)}
-    inherited = {
-        id(node)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and _is_self(node.value) and node.attr not in _FOREIGN
-    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (_private(node.attr) or node.attr in _FOREIGN):
-            if node.attr not in own and id(node) not in inherited:
-                yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node), node.attr, _is_self(node.value) and node.attr not in _FOREIGN
         elif isinstance(node, ast.Call):
             reads = _called(node) in ("getattr", "hasattr", "setattr", "delattr")
             texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)] if reads else []
-            keywords = [keyword.arg for keyword in node.keywords]
-            found = [name for name in (*texts, *keywords) if _private(name) or name in _FOREIGN]
-            yield from ((node.lineno, str(name)) for name in found if name not in own)
+            names = [str(name) for name in (*texts, *(keyword.arg for keyword in node.keywords))]
+            yield from ((node.lineno, name, name, False) for name in names)
         elif isinstance(node, ast.Constant) and node.value in _FOREIGN - slots:
-            yield node.lineno, repr(node.value)
+            yield node.lineno, repr(node.value), str(node.value), False
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
             paths = [f"{module}.{alias.name}" for alias in node.names]
             foreign = [path for path in paths if not path.startswith(("lightning_mp", "__future__"))]
-            yield from ((node.lineno, path) for path in foreign if any(map(_private, path.split("."))))
+            yield from ((node.lineno, path, part, False) for path in foreign for part in path.split("."))
 
 
 def test_no_private_name_of_a_dependency_is_used_outside_of_compat() -> None:
     trees = {path: tree for path, tree in _trees().items() if path.parent.name != "compat"}
     own = (_defined(trees.values()) - _FOREIGN) | _ALLOWED
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in _uses(tree, own)
+        f"{path.relative_to(ROOT)}:{line}: {code}"
+        for path, tree in trees.items()
+        for line, code, name, of_self in _uses(tree)
+        if (_private(name) or name in _FOREIGN) and name not in own and not of_self
     ]
     assert found == [], "\n".join(found)
 

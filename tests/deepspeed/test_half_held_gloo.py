@@ -19,7 +19,7 @@ from support.fsdp2_halves import Many, Text, text
 from support.models import same_weights
 from support.ranks import Ranks
 from support.saving import ResumableBatches, SaveAt
-from support.sharded import HOSTS, Ranked, refused, trained
+from support.sharded import HOSTS, Ranked, trained
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
@@ -33,10 +33,9 @@ class Held(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         weights = dict(pl_module.named_parameters())
-        halves = [one for one in weights.values() if one.dtype != torch.float32]
         storages = [one.detach().untyped_storage() for one in weights.values()]
         self.bytes = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
-        self.halves = sum(one.numel() for one in halves)
+        self.halves = sum(one.numel() for one in weights.values() if one.dtype != torch.float32)
         places = {name: one._hp_mapping for name, one in weights.items() if one._hp_mapping is not None}
         self.masters = {
             name: (place.lp_fragment_address.start, place.get_hp_fragment().detach().clone())
@@ -60,11 +59,11 @@ class Beside:
     def _run(self, **how: Any) -> dict[str, Any]:
         held, moved, module = Held(), Moved(), self.module()
         data = {"data": text()} if isinstance(module, Text) else {}
-        found = trained(
-            self.mode, HOSTS[self.host](**self.strategy, **how), module, callbacks=[held, moved], **data, **self.options
-        )
+        host = HOSTS[self.host](**self.strategy, **how)
+        found = trained(self.mode, host, module, callbacks=[held, moved], **data, **self.options)
         kept = {key: getattr(held, key) for key in ("bytes", "halves", "masters", "original")}
-        return {**kept, "run": found, "dtypes": {one.dtype for one in module.parameters()}, "steps": moved.steps}
+        dtypes, noted = {one.dtype for one in module.parameters()}, getattr(module, "noted", None)
+        return {**kept, "run": found, "dtypes": dtypes, "noted": noted}
 
 
 class Compiled(Many):
@@ -88,17 +87,12 @@ class Hooked(Many):
 
 
 SMALL_BUCKETS = {"config": {"zero_optimization": {"reduce_bucket_size": 300, "allgather_bucket_size": 300}}}
-SGD = partial(Ranked, optimizer="sgd")
 RUNS = {
     "llama": Beside("zero1", "bf16-mixed", partial(Text, "llama")),
     "gpt2, whose table is tied": Beside("zero2", "bf16-mixed", partial(Text, "gpt2")),
-    "ties, a weight used twice, attention": Beside("zero2", "bf16-mixed", Many),
     "fp16 with skips": Beside("zero1", "16-mixed", partial(Many, bad=(2, 5))),
-    "accumulated": Beside("zero1", "16-mixed", SGD, {"accumulate_grad_batches": 3}),
-    "recomputed": Beside("zero2", "16-mixed", Many, {"checkpointing": "Kinds"}),
-    "small buckets": Beside("zero2", "16-mixed", Many, strategy=SMALL_BUCKETS),
+    "recomputed, hooks, small buckets": Beside("zero2", "16-mixed", Hooked, {"checkpointing": "Kinds"}, SMALL_BUCKETS),
     "compiled": Beside("zero1", "bf16-mixed", Compiled),
-    "hooks on gradients": Beside("zero2", "bf16-mixed", Hooked),
 }
 
 
@@ -112,20 +106,15 @@ def test_the_run_is_the_one_with_fp32_weights(ranks: Ranks, name: str) -> None:
         assert half["dtypes"] == {torch.float32}  # after the run
         assert any((weight != weight.bfloat16()).any() for weight in half["run"]["weights"].values())
         assert not fp32["halves"]
-
-
-def test_masters_are_the_weights_of_before_the_run(ranks: Ranks) -> None:
-    for found in ranks.run(RUNS["llama"]):
-        masters, original = found["half"]["masters"], found["half"]["original"]
-        assert masters
-        for name, (start, master) in masters.items():
-            assert torch.equal(master.view(-1), original[name].view(-1)[start : start + master.numel()])
+        assert half["masters"]
+        for weight, (start, master) in half["masters"].items():
+            assert torch.equal(master.view(-1), half["original"][weight].view(-1)[start : start + master.numel()])
 
 
 def test_the_norm_to_clip_by_is_summed_by_groups(ranks: Ranks) -> None:
     """One more group of fp32 sums."""
     clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}
-    for found in ranks.run(Beside("zero2", "16-mixed", SGD, clipped)):
+    for found in ranks.run(Beside("zero2", "16-mixed", partial(Ranked, optimizer="sgd"), clipped)):
         half, fp32 = found["half"]["run"], found["fp32"]["run"]
         assert same(half["norms"], fp32["norms"], of_sums(32))
         assert same(half["weights"], fp32["weights"], of_sums(32))
@@ -136,7 +125,7 @@ class Between(Many):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, Any] = {}
+        self.noted: dict[str, Any] = {}
 
     def on_train_batch_end(self, *_: Any) -> None:
         weight = self.net[2].weight
@@ -146,59 +135,23 @@ class Between(Many):
         file.seek(0)
         loaded = torch.load(file)["net.2.weight"]
         copied = deepcopy(self.net)[2].weight
-        self.found["alike"] = torch.equal(loaded, weight) and torch.equal(copied, weight)
-        self.found["dtypes"] = {one.dtype for one in (weight, loaded, copied)}
+        self.noted["alike"] = torch.equal(loaded, weight) and torch.equal(copied, weight)
+        self.noted["dtypes"] = {one.dtype for one in (weight, loaded, copied)}
         weight.data.clamp_(-0.125, 0.125)  # exact in either dtype
 
     def on_train_end(self) -> None:
-        self.found["norm"] = self.net[2].weight.norm().item()
+        self.noted["norm"] = self.net[2].weight.norm().item()
 
 
 def test_weights_are_read_rounded_and_written_between_steps(ranks: Ranks) -> None:
-    for found in ranks.run(Written()):
-        assert found["half"]["found"]["alike"]
-        assert found["half"]["found"]["dtypes"] == {torch.bfloat16}
-        assert found["half"]["found"]["norm"] == pytest.approx(found["fp32"]["found"]["norm"], rel=2**-8)
-        assert found["fp32"]["largest"] <= 0.125
-        assert found["half"]["largest"] <= 0.125 * (1 + 2**-9)  # rounded, it is no larger
-
-
-@dataclass(frozen=True)
-class Written:
-    """A run that reads and writes weights between its steps, held in half precision and in fp32."""
-
-    def run(self) -> dict[str, Any]:
-        return {"half": self._run(half_weights=True), "fp32": self._run()}
-
-    def _run(self, **how: Any) -> dict[str, Any]:
-        module = Between()
-        weights = trained("bf16-mixed", HOSTS["zero1"](**how), module)["weights"]
-        return {"found": module.found, "largest": weights["net.2.weight"].abs().max().item()}
-
-
-#: what is refused, by strategy, mode and keywords, and what is said
-REFUSED = {
-    ("zero3", "bf16-mixed"): "half_weights=True with stage=3, which gathers them so already",
-    ("zero2_offload", "bf16-mixed"): "half_weights=True with offload_optimizer=True",
-    ("zero2", "bf16-true"): "half_weights=True with precision='bf16-true', whose weights are bf16 for products too",
-    ("zero1", "32-true"): "half_weights=True with precision='32-true', whose weights are fp32 for products too",
-}
-
-
-@dataclass(frozen=True)
-class Refused:
-    """What is said of each of them."""
-
-    def run(self) -> dict[Any, str]:
-        return {key: refused(partial(self._run, *key)) for key in REFUSED}
-
-    def _run(self, host: str, mode: str) -> None:
-        trained(mode, HOSTS[host](half_weights=True), SGD())
-
-
-def test_what_it_cannot_mean_is_refused(ranks: Ranks) -> None:
-    for each in ranks.run(Refused()):
-        assert all(REFUSED[key] in said for key, said in each.items()), each
+    for found in ranks.run(Beside("zero1", "bf16-mixed", Between)):
+        half, fp32 = found["half"], found["fp32"]
+        assert half["noted"]["alike"]
+        assert half["noted"]["dtypes"] == {torch.bfloat16}
+        assert half["noted"]["norm"] == pytest.approx(fp32["noted"]["norm"], rel=2**-8)
+        assert fp32["run"]["weights"]["net.2.weight"].abs().max() <= 0.125
+        # rounded, it is no larger
+        assert half["run"]["weights"]["net.2.weight"].abs().max() <= 0.125 * (1 + 2**-9)
 
 
 @dataclass(frozen=True)
@@ -207,18 +160,19 @@ class Earlier:
 
     folder: Path
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> list[Any]:
         def run(half: bool = True, **options: Any) -> Any:
-            return trained("16-mixed", HOSTS["zero2"](half_weights=half), SGD(), data=ResumableBatches(), **options)
+            module, host = Ranked(optimizer="sgd"), HOSTS["zero2"](half_weights=half)
+            return trained("16-mixed", host, module, data=ResumableBatches(), **options)["weights"]
 
         fp32 = run(half=False, callbacks=[SaveAt(self.folder, 4)])
         resumed = run(ckpt_path=self.folder / "4.ckpt", callbacks=[SaveAt(self.folder, 6)])
-        return {"fp32": fp32, "resumed": resumed, "again": run(ckpt_path=self.folder / "6.ckpt")}
+        return [fp32, resumed, run(ckpt_path=self.folder / "6.ckpt")]
 
 
 def test_a_checkpoint_of_fp32_weights_goes_on_with_half_ones_and_masters_are_saved(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    for found in ranks.run(Earlier(tmp_path)):
-        for run in ("resumed", "again"):
-            assert same_weights(found[run]["weights"], found["fp32"]["weights"])
+    for fp32, resumed, again in ranks.run(Earlier(tmp_path)):
+        assert same_weights(resumed, fp32)
+        assert same_weights(again, fp32)

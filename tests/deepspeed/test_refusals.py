@@ -130,12 +130,20 @@ CASES: list[tuple[type[Regression], dict[str, Any], str, dict[str, Any], str]] =
     (Regression, {"mode": "bf16-mixed", "nonfinite": "ignore"}, "zero2", {}, "nonfinite='ignore' with ZeRO"),
     (Regression, {"mode": "bf16-true"}, "zero3", {}, "'bf16-mixed'"),
     (Regression, {"mode": "16-true"}, "zero2_offload", {}, "'16-mixed'"),
+    (Regression, {"mode": "bf16-true"}, "zero2_half", {}, "half_weights=True with precision='bf16-true'"),
+    (Regression, {"mode": "32-true"}, "zero1_half", {}, "half_weights=True with precision='32-true'"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "plan", "name", "options", "said"), CASES)
 def test_what_zero_cannot_do_is_refused(kind: Any, plan: dict[str, Any], name: str, options: Any, said: str) -> None:
     assert said in str(_refused(kind(), _plan(**plan), f"deepspeed_{name}", **options))
+
+
+@pytest.mark.parametrize(("name", "said"), [("zero3", "stage=3"), ("zero2_offload", "offload_optimizer=True")])
+def test_half_weights_beside_what_holds_none_are_refused(name: str, said: str) -> None:
+    with pytest.raises(PlanError, match=f"half_weights=True with {said}"):
+        make_strategy(f"deepspeed_{name}", _plan(), half_weights=True)
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero3", "deepspeed_zero1_offload"])

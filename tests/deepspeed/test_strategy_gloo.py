@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ from support.deepspeed_json import WHOLE_FP16, fp16_supported
 from support.fsdp2_halves import Penalised, Text, text
 from support.models import FEATURES, HIDDEN, same_weights
 from support.oracles import plan_for
-from support.ranks import Ranks
+from support.ranks import Call, Ranks
 from support.running import fit
 from support.sharded import HOSTS, RATE, Both, Ranked, on, refused, trained
 
@@ -88,56 +87,44 @@ def test_the_run_is_ddps(ranks: Ranks, name: str) -> None:
     assert same_weights(one["sharded"]["weights"], other["sharded"]["weights"])
 
 
+def _as_on_cuda(both: Both) -> dict[str, Any]:
+    with fp16_supported():
+        return both.run()
+
+
 @pytest.mark.parametrize(("stage", "mode"), [("2", "16-true"), ("3", "16-mixed")])
 def test_with_fp16_enabled_in_the_json_nothing_changes(ranks: Ranks, stage: str, mode: str) -> None:
     """As on CUDA, where DeepSpeed takes fp16: its casts are kept out all the same."""
-    for result in ranks.run(AsOnCuda(_both(stage, mode))):
+    for result in ranks.run(Call(_as_on_cuda, (_both(stage, mode),))):
         assert _is_ddps(result)
-
-
-@dataclass(frozen=True)
-class AsOnCuda:
-    """A comparison where DeepSpeed has fp16."""
-
-    both: Both
-
-    def run(self) -> dict[str, Any]:
-        with fp16_supported():
-            return self.both.run()
-
-
-# ------------------------------------------------------------------ checkpoints
 
 
 # ------------------------------------------------------------------ what DeepSpeed is given, and leaves behind
 
 
-@dataclass(frozen=True)
-class Engine:
+def _given_and_left() -> dict[str, Any]:
     """What of a real project's fp16 block the engine holds, and what DeepSpeed left behind in this process."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    def run(self) -> dict[str, Any]:
-        from deepspeed.runtime.engine import DeepSpeedEngine
+    found: dict[str, Any] = {}
 
-        found: dict[str, Any] = {}
+    class Asks(Ranked):
+        def on_train_start(self) -> None:
+            engine: Any = self.trainer.strategy.deepspeed_engine
+            scaler = engine.optimizer.loss_scaler
+            found["block"] = {key: getattr(engine._config.float16_config, key) for key in WHOLE_FP16}
+            found["scaler"] = (scaler.cur_scale, scaler.dynamic)
 
-        class Asks(Ranked):
-            def on_train_start(self) -> None:
-                engine: Any = self.trainer.strategy.deepspeed_engine
-                scaler = engine.optimizer.loss_scaler
-                found["block"] = {key: getattr(engine._config.float16_config, key) for key in WHOLE_FP16}
-                found["scaler"] = (scaler.cur_scale, scaler.dynamic)
-
-        plan = plan_for("16-mixed", LossScaling.deepspeed(at_min="hold"))
-        with fp16_supported():
-            strategy = make_strategy("deepspeed_zero3", plan, config={"fp16": WHOLE_FP16})
-            fit(Asks(optimizer="adamw"), plugins=[plan], **on(strategy))
-        found["cast"] = DeepSpeedEngine._cast_module_mixed_precision.__qualname__
-        return found | {"linear": nn.functional.linear.__module__, "autocast": torch.is_autocast_enabled("cpu")}
+    plan = plan_for("16-mixed", LossScaling.deepspeed(at_min="hold"))
+    with fp16_supported():
+        strategy = make_strategy("deepspeed_zero3", plan, config={"fp16": WHOLE_FP16})
+        fit(Asks(optimizer="adamw"), plugins=[plan], **on(strategy))
+    found["cast"] = DeepSpeedEngine._cast_module_mixed_precision.__qualname__
+    return found | {"linear": nn.functional.linear.__module__, "autocast": torch.is_autocast_enabled("cpu")}
 
 
 def test_a_real_fp16_block_reaches_the_engine_and_nothing_is_left_in_the_process(ranks: Ranks) -> None:
-    for found in ranks.run(Engine()):
+    for found in ranks.run(Call(_given_and_left, ())):
         assert found["block"] == WHOLE_FP16
         assert found["scaler"] == (2.0**16, True)
         assert found["cast"] == "DeepSpeedEngine._cast_module_mixed_precision"
@@ -146,39 +133,31 @@ def test_a_real_fp16_block_reaches_the_engine_and_nothing_is_left_in_the_process
 
 # ------------------------------------------------------------------ what is gathered in half precision
 
-#: else ZeRO-3 keeps small parameters gathered, in fp32
-NOTHING_WHOLE = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+def _gathers(mode: str, module: Any, **options: Any) -> dict[str, Any]:
+    """A run under ZeRO-3, which else keeps small parameters gathered, in fp32."""
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    return trained(mode, HOSTS["zero3"](config=config), module, **options)
 
 
-@dataclass(frozen=True)
-class HalfGathers:
+def _half_and_stored() -> dict[str, Any]:
     """A run that gathers in half precision what autocast alone computes with, and one that gathers as stored."""
-
-    def run(self) -> dict[str, Any]:
-        moved = Moved()
-        half = self._run(moved)
-        with mock.patch.object(forward.half_weights, "survey", return_value=[]):
-            return {"half": half, "gathered": sum(moved.steps[2]["gathered"]), "stored": self._run(Moved())}
-
-    def _run(self, moved: Moved) -> dict[str, Any]:
-        return trained(
-            "bf16-mixed", HOSTS["zero3"](config=NOTHING_WHOLE), Text("llama"), data=text(), callbacks=[moved]
-        )
+    moved = Moved()
+    half = _gathers("bf16-mixed", Text("llama"), data=text(), callbacks=[moved])
+    with mock.patch.object(forward.half_weights, "survey", return_value=[]):
+        stored = _gathers("bf16-mixed", Text("llama"), data=text(), callbacks=[Moved()])
+    return {"half": half, "gathered": sum(moved.steps[2]["gathered"]), "stored": stored}
 
 
-@dataclass(frozen=True)
-class ReadsAWeight:
-    """What is said of it under ZeRO-3."""
-
-    def run(self) -> str:
-        return refused(lambda: trained("16-mixed", HOSTS["zero3"](config=NOTHING_WHOLE), Penalised()))
+def _reads_a_weight() -> str:
+    return refused(lambda: _gathers("16-mixed", Penalised()))
 
 
 def test_stage_3_gathers_in_half_precision_and_trains_what_it_did(ranks: Ranks) -> None:
     """2 bytes an element of the weights that qualify, 4 another."""
-    for result in ranks.run(HalfGathers()):
+    for result in ranks.run(Call(_half_and_stored, ())):
         assert result["gathered"] == 319_360
         assert same(result["half"], result["stored"])
-    for said in ranks.run(ReadsAWeight()):
+    for said in ranks.run(Call(_reads_a_weight, ())):
         assert "net.2.weight" in said
         assert "pins={'net.2': 'fp32'}" in said

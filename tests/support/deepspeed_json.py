@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies as st
 
 from lightning_mp.deepspeed.merge import add_trainer, compose
-from lightning_mp.deepspeed.read import BLOCKS, REFUSED
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.deepspeed.read import BLOCKS, REFUSED, SUBJECT
+from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import PRECISIONS, PrecisionPolicy
 from lightning_mp.policy.pieces import LossScaling
 
@@ -47,7 +47,8 @@ def composed(precision: str = "16-mixed", user: Any = None, /, *, stage: int = 2
     }
     if precision.startswith("16"):
         words.setdefault("loss_scaling", DEEPSPEED)
-    return compose(policy(precision, **words), user, stage=stage, **flags)
+    with Faults(SUBJECT) as faults:
+        return compose(policy(precision, **words), user, faults, stage=stage, **flags)
 
 
 def nested(dotted: Mapping[Any, Any]) -> dict[str, Any]:
@@ -76,7 +77,13 @@ def the_fault(call: Callable[[], object]) -> Fault:
 
 def with_trainer(config: Mapping[str, Any], **words: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {"clip_norm": None, "accumulate": 1, "world_size": 1}
-    return add_trainer(config, **(defaults | words))
+    with Faults(SUBJECT) as faults:
+        return add_trainer(config, faults, **(defaults | words))
+
+
+def parse(config: Mapping[str, Any]) -> Any:
+    """DeepSpeed's own reading of a config; without a process group it takes the world for one rank."""
+    return pytest.importorskip("deepspeed.runtime.config").DeepSpeedConfig(config)
 
 
 def anything() -> st.SearchStrategy[dict[str, Any]]:

@@ -1,9 +1,11 @@
-"""Groups of one dtype each: every group keeps its settings, and schedules follow."""
+"""Groups of one dtype each, whose schedules follow; whole weights loaded; the loss scale that DeepSpeed is told."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedules
 
-from lightning_mp import LossScaling
+from lightning_mp import LossScaling, PlanError, make_strategy
 from lightning_mp.compat.deepspeed import PlanScale
-from lightning_mp.deepspeed.strategy import split_by_dtype
+from lightning_mp.deepspeed.strategy import load_full_state, split_by_dtype
 from lightning_mp.numerics.loss_scale import LossScaler
-from support.models import Regression
+from lightning_mp.strategies.base import PlanStrategy
+from support.models import Regression, weights
 from support.oracles import plan_for
-from support.ranks import in_a_process
+from support.ranks import Call, in_a_process, run_ranks
 from support.running import fit
 
 
@@ -95,6 +98,44 @@ def test_every_piece_follows_its_groups_schedule(name: str) -> None:
     assert _rates(optimizer, schedule) == [[rates[group] for group in source_group] for rates in expected]
 
 
+def test_a_checkpoint_has_a_schedule_in_the_users_order_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where groups were reordered and none was split, too: another strategy would read the rates of other groups."""
+    strategy: Any = make_strategy("deepspeed_zero2", plan_for("bf16-mixed"))
+    strategy.model, strategy._source_group = SimpleNamespace(checkpoint_engine=True), [1, 2, 0]
+    monkeypatch.setattr(PlanStrategy, "save_checkpoint", lambda *_, **__: None)
+    state = {"base_lrs": [0.2, 0.3, 0.1]}
+    strategy.save_checkpoint({"lr_schedulers": [state]}, "last.ckpt")
+    assert state == {"base_lrs": [0.1, 0.2, 0.3]}
+
+
+# ---------------------------------------------------------------------- whole weights
+
+
+class Renamed(nn.Module):
+    """Calls ``new`` what an earlier version of it saved as ``old``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 2)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(_module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in [name for name in state if name.startswith(f"{prefix}old.")]:
+            state[name.replace("old.", "new.")] = state.pop(name)
+
+
+def test_checkpoints_of_earlier_versions_of_a_module_load() -> None:
+    """Its own hooks rename, and a batch norm does without the count of batches that torch once did not save."""
+    plain, net = (nn.Sequential(Renamed(), nn.BatchNorm1d(2)) for _ in range(2))
+    saved = {name: torch.ones_like(tensor) for name, tensor in net.state_dict().items() if "num_batches" not in name}
+    state = {name.replace("new", "old"): tensor for name, tensor in saved.items()}
+    plain.load_state_dict(state)
+    load_full_state(net, state, strict=True)
+    assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
+    assert "0.old.weight" in state
+
+
 # ---------------------------------------------------------------------- the loss scale
 
 host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
@@ -151,3 +192,27 @@ def _declined() -> int:
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 def test_a_window_whose_last_batch_gave_no_loss_is_an_error_not_a_lost_update() -> None:
     assert in_a_process(_declined) == 1
+
+
+def _with(optimizer: Any) -> dict[str, torch.Tensor]:
+    module = Regression(partial(optimizer, lr=1e-2, weight_decay=0.0))
+    fit(module, plugins=[plan_for("bf16-mixed")], strategy="mp_deepspeed_zero2_offload")
+    return weights(module)
+
+
+def _cpu_adam() -> str:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    ours, torchs = _with(DeepSpeedCPUAdam), _with(torch.optim.AdamW)
+    assert all((ours[name] - torchs[name]).abs().max() < 1e-4 for name in ours), (ours, torchs)
+    module = Regression(partial(DeepSpeedCPUAdam, lr=1e-2))
+    with pytest.raises(PlanError, match="DeepSpeedCPUAdam on sharded parameters, which needs whole parameters, or"):
+        fit(module, plugins=[plan_for("bf16-mixed")], strategy="mp_fsdp2")
+    return "done"
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_deepspeeds_adam_trains_with_offload_and_is_refused_where_weights_are_dtensors() -> None:
+    """Its native half, which torch compiles on first use, dies with any copy of it."""
+    assert run_ranks(Call(_cpu_adam, ()), world=1, seconds=900) == ["done"]

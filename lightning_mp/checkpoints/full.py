@@ -1,0 +1,337 @@
+"""A checkpoint of any of the formats as one plain dict, and as one plain state dict for all that knows no training."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+
+from lightning_mp.checkpoints import formats
+from lightning_mp.checkpoints.formats import (
+    OPTIMIZER,
+    SHARDED_EXTRA,
+    CheckpointFormatError,
+    deepspeed_folder,
+    kind_of,
+    plain_names,
+    rekeyed,
+)
+from lightning_mp.compat import quietly
+from lightning_mp.compat.torch import read_shards, shard_storage
+from lightning_mp.errors import Faults, MissingExtraError
+from lightning_mp.modules.patterns import plain_name
+from lightning_mp.numerics.dtypes import TORCH_DTYPES
+from lightning_mp.policy.pieces import storage_dtype
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+def consolidate(
+    checkpoint: str | PathLike[str],
+    output: str | PathLike[str],
+    dtype: object = None,
+    *,
+    prefix: str = "",
+    cast_all: bool = False,
+    weights_only: bool | None = None,
+) -> Path | str:
+    """Write the weights of ``checkpoint`` to ``output`` as one plain state dict, name → tensor and nothing else.
+
+    Args:
+        checkpoint: a ``.ckpt`` file of Lightning, a folder of shards, or a folder of DeepSpeed's; a path, or an address
+            that fsspec reads (``s3://...``), which is copied to a temporary folder first.
+        output: ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for ``torch.save``, or ``.safetensors``; a path or an address.
+            What is there is replaced once the new file is complete.
+        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or another spelling of one, for floating tensors; by default each
+            keeps its own (fp32 masters from DeepSpeed, unless the checkpoint records what the run declared). What the
+            plan of the run pinned to fp32 stays fp32, as does what the model declares so for that dtype.
+        prefix: write only the names under it, without it: ``"model."`` gives what ``transformers`` loads when the
+            LightningModule calls its model ``self.model``.
+        cast_all: cast these, too.
+        weights_only: as for ``torch.load``; ``False`` unpickles objects, from a checkpoint you trust.
+
+    Returns:
+        The path of what was written, or its address.
+
+    Raises:
+        CheckpointFormatError: the checkpoint cannot be read, or ``output`` or ``prefix`` does not fit.
+        PlanError: ``dtype`` is none to store weights in.
+        MissingExtraError: safetensors or DeepSpeed is needed and not installed.
+    """
+    _, left_out = write_consolidated(checkpoint, output, dtype, prefix, cast_all, weights_only)
+    if left_out:
+        warnings.warn(f"{output}: no tensors, so left out: {', '.join(left_out)}", stacklevel=2)
+    return str(output) if formats.is_remote_path(output) else Path(output)
+
+
+def write_consolidated(
+    checkpoint: Any, output: Any, dtype: object, prefix: str, cast_all: bool, weights_only: bool | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """As :func:`consolidate`; what was written, and the names of what is no tensor."""
+    wanted = None
+    if dtype is not None:
+        with Faults("dtype") as faults:
+            wanted = storage_dtype(dtype, "dtype", faults)
+    with formats.local(checkpoint) as source, formats.local(output, writes=True) as target:
+        save = _writer(target)
+        if target.is_dir() or (target.exists() and source.exists() and target.samefile(source)):
+            given = f"the output {str(target)!r} is a folder or the checkpoint itself"
+            raise CheckpointFormatError(given, "choose another name")
+        keeps_some = wanted in ("bf16", "fp16") and not cast_all
+        content = _read(source, weights_only, states=False, extra=keeps_some)
+        fp32 = _fp32_names(content, wanted) if keeps_some else ()
+        dtypes = {name: TORCH_DTYPES["fp32" if name in fp32 else wanted] for name in content["state_dict"] if wanted}
+        weights = _under(content["state_dict"], prefix, source)
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        if not tensors:
+            raise CheckpointFormatError(f"{str(source)!r} has no tensor in it", "check the path")
+        dtypes = _under(dtypes, prefix, source) if dtypes else {}
+        plain = _plain(tensors, dtypes, tied=target.suffix != ".safetensors")
+        _write_whole(plain, target, save)
+    return plain, [name for name in weights if name not in tensors]
+
+
+def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
+    if output.suffix not in _SUFFIXES:
+        raise CheckpointFormatError(f"the output {str(output)!r}", "add an ending", ", ".join(_SUFFIXES))
+    if output.suffix != ".safetensors":
+        return torch.save
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise MissingExtraError("safetensors", "hf", "writing .safetensors") from None
+
+    # "pt" is what transformers looks for before it loads the file.
+    return partial(save_file, metadata={"format": "pt"})
+
+
+def _fp32_names(checkpoint: Mapping[str, Any], half: Any) -> set[str]:
+    """What the plan, whatever its class is called, recorded as fp32 in a file of ``half``."""
+    states = [state for state in checkpoint.values() if isinstance(state, dict) and {"policy", "fp32"} <= state.keys()]
+    return {name for state in states for name in state["fp32"].get(half, ())}
+
+
+def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, Any]:
+    """What is below ``prefix``, whole parts of names only, without it."""
+    start = f"{prefix.rstrip('.')}." if prefix else ""
+    below = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
+    if prefix and not below:
+        known = ", ".join(dict.fromkeys(name.partition(".")[0] + "." for name in weights if "." in name))
+        raise CheckpointFormatError(f"the prefix {prefix!r} of {str(source)!r}", "write another", known or "none")
+    return below
+
+
+def _plain(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], *, tied: bool) -> dict[str, Tensor]:
+    """Each tensor contiguous, floating ones as ``dtypes`` say, in storage of its own where ties may not stay."""
+    made: dict[tuple[Any, ...], Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+        again = made.get(key)
+        if again is None:
+            cast = dtypes.get(name, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+            own = tensor.detach().to(cast).contiguous()
+            # torch.save would write the whole of what a view is a part of.
+            made[key] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+        plain[name] = made[key] if tied or again is None else again.clone()
+    return plain
+
+
+def _write_whole(tensors: dict[str, Tensor], output: Path, save: Callable[[dict[str, Tensor], Path], Any]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
+        save(tensors, unfinished)
+        unfinished.chmod(mode)  # safetensors makes files that only their owner may read
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------ reading, in this process alone
+
+
+def read_full(path: str | PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
+    """The checkpoint at ``path`` in the form of Lightning's single file, with whole tensors on the CPU.
+
+    ``state_dict`` is complete, under the names of the LightningModule without wrappers (``_orig_mod.`` and the like).
+    ``optimizer_states`` are what plain ``Optimizer.load_state_dict`` takes; of a DeepSpeed checkpoint there are none,
+    and ``optimizer_left_out`` says why. All other keys are as they were saved. No process group is needed; inside one,
+    every rank reads for itself.
+
+    ``weights_only`` is ``torch.load``'s, for the single file and for the part of a sharded checkpoint that holds no
+    tensors. The index of a sharded checkpoint and all files of DeepSpeed are pickles whatever it says: read only those
+    you trust.
+
+    Raises:
+        CheckpointFormatError: no checkpoint, an incomplete one, or one that ``weights_only`` forbids.
+        MissingExtraError: a DeepSpeed checkpoint where DeepSpeed is not installed.
+    """
+    with formats.local(path) as place:
+        return _read(place, weights_only)
+
+
+def _read(path: Path, weights_only: bool | None, *, states: bool = True, extra: bool = True) -> dict[str, Any]:
+    """What :func:`read_full` reads; of shards optimizer ``states`` and what is ``extra`` only where asked for."""
+    kind = kind_of(path)
+    if kind == "sharded":
+        content = _sharded(path, states=states)
+        content |= formats.load(path / SHARDED_EXTRA, weights_only=weights_only) if extra else {}
+    elif kind == "deepspeed":
+        content = _deepspeed(path)
+    else:
+        content = formats.load(path, weights_only=weights_only, mmap=not states)
+        if not isinstance(content.get("state_dict"), dict):
+            given = f"{str(path)!r}, a file without 'state_dict'"
+            raise CheckpointFormatError(given, "give a checkpoint that Lightning's Trainer wrote", formats.ALLOWED)
+    return {**content, "state_dict": plain_names(content["state_dict"])}
+
+
+# ------------------------------------------------------------------ shards, as FSDP2 and Lightning's FSDP1 write them
+
+# where ModelParallelStrategy and FSDPStrategy put the weights
+_WEIGHTS = ("state_dict", "model")
+
+
+def entries(path: str) -> list[str]:
+    """The dotted names of everything in the shards, behind any protocol of fsspec's."""
+    index = shard_storage(path).read_metadata() if formats.is_remote_path(path) else _metadata(Path(path))
+    return list(index.state_dict_metadata)
+
+
+def _sharded(path: Path, *, states: bool) -> dict[str, Any]:
+    roots = dict.fromkeys(str(place[0]) for place in (_metadata(path).planner_data or {}).values())
+    key = next((key for key in _WEIGHTS if key in roots), None)
+    if key is None:
+        raise formats.damaged(path, f"its shards hold {', '.join(roots) or 'nothing'}, and no weights")
+    try:
+        content = read_shards(path, None if states else {key})
+    except CheckpointException as error:  # holds one error a rank; there is one rank here
+        raise formats.damaged(path, next(iter(error.failures.values()))[0]) from error
+    numbers = sorted(int(name.removeprefix(OPTIMIZER)) for name in content if name.startswith(OPTIMIZER))
+    optimizers = [rekeyed(content[f"{OPTIMIZER}{number}"]) for number in numbers]
+    return {"state_dict": content[key], "optimizer_states": optimizers}
+
+
+def _metadata(path: Path) -> Any:
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise formats.damaged(path, error) from error
+    stored: dict[Any, Any] = metadata.storage_data or {}
+    missing = sorted({str(info.relative_path) for info in stored.values() if not (path / info.relative_path).is_file()})
+    if missing:
+        raise formats.damaged(path, f"it lacks {', '.join(missing)}: copy the shards of all nodes into it")
+    return metadata
+
+
+# ------------------------------------------------------------------ DeepSpeed's: fp32 weights out of the masters
+
+LEFT_OUT = (
+    "DeepSpeed stores optimizer state as one flat partition per rank, which only the same number of ranks at the same "
+    "ZeRO stage can load (1 and 2 count as one); here optimizer state starts from scratch."
+)
+
+# What DeepSpeedEngine puts beside Lightning's own keys.
+_OWN = frozenset({
+    "module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_config", "ds_version",
+})  # fmt: skip
+
+
+def resumable(path: Path, stage: int, processes: int) -> bool:
+    """Whether DeepSpeed itself can resume from a folder: stages 1 and 2 write alike, each rank loads its partition."""
+    folder = deepspeed_folder(path)
+    whole = (folder / "mp_rank_00_model_states.pt").is_file()
+    return whole == (stage < 3) and len(list(folder.glob("*_optim_states.pt"))) == processes
+
+
+def loads_alike(path: Path, groups: list[list[str]]) -> bool:
+    """Whether the param groups of a folder of stage 1 or 2 hold the parameters of those ``groups``, by name."""
+    states = _model_states(path, deepspeed_folder(path))
+    return [[plain_name(name) for name in group] for group in states.get("param_shapes") or ()] == groups
+
+
+def _deepspeed(path: Path) -> dict[str, Any]:
+    """Everything but the optimizer states."""
+    try:
+        with quietly():  # on import DeepSpeed says at length which device it found; its files hold its classes
+            from deepspeed.utils import zero_to_fp32
+    except ImportError:
+        raise MissingExtraError("deepspeed", "deepspeed", "reading a DeepSpeed checkpoint") from None
+    folder = deepspeed_folder(path)
+    states = _model_states(path, folder)
+    state_dict: dict[str, Any] = states["module"]
+    groups: list[Mapping[str, Any]] = [*(states.get("param_shapes") or ()), states.get("frozen_param_shapes") or {}]
+    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    if shapes:  # none under stage 0: DDP by another name
+        try:
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints, and draws progress bars
+                masters: Any = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(path), tag=folder.name)
+        except (ValueError, OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            raise formats.damaged(path, error) from error
+        state_dict = _full(path, states, shapes, masters)
+    record: Mapping[str, Any] = states.get("lightning_mp") or {}
+    return {
+        **{key: value for key, value in states.items() if key not in _OWN},
+        "state_dict": _as_recorded(plain_names(state_dict), record.get("dtypes", {})),
+        "optimizer_states": [],
+        "optimizer_left_out": LEFT_OUT,
+    }
+
+
+def _model_states(path: Path, folder: Path) -> dict[str, Any]:
+    names = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        raise formats.damaged(path, "it lacks the model states of rank 0: copy the files of all nodes into it")
+    states = formats.load(file, weights_only=False, mmap=True)
+    if not isinstance(states.get("module"), dict):
+        raise formats.damaged(path, f"{file.name} holds no module")
+    return states
+
+
+def _full(
+    path: Path, states: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], masters: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The engine's state dict, with what ZeRO split or keeps more exactly put in; buffers stay as they are."""
+    shared: Mapping[str, str] = states.get("shared_params") or {}
+    shapes |= {name: shapes[other] for name, other in shared.items() if other in shapes}
+    # The masters were saved as what the optimizer steps: with requires_grad, which what is cut out of them inherits.
+    full: dict[str, Any] = {
+        name: masters[name].detach() if name in shapes and name in masters else value
+        for name, value in states["module"].items()
+    }
+    # Under stage 3 the engine's own entries are empty: none may be left.
+    wrong = [name for name, shape in shapes.items() if name in full and tuple(full[name].shape) != shape]
+    if wrong:
+        raise formats.damaged(path, f"its parts do not make up {wrong[0]!r}")
+    return full
+
+
+def _as_recorded(state_dict: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
+    """Floating tensors in the dtype recorded for their name; tied tensors stay tied."""
+    wanted = {plain_name(name): dtype for name, dtype in dtypes.items()}
+    made: dict[tuple[int, torch.Size, str], Tensor] = {}
+    for name, value in state_dict.items():
+        if name in wanted and isinstance(value, Tensor) and value.is_floating_point():
+            key = value.data_ptr(), value.shape, wanted[name]
+            made.setdefault(key, value.to(TORCH_DTYPES[wanted[name]]))
+            state_dict[name] = made[key]
+    return state_dict
