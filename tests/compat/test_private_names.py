@@ -117,17 +117,8 @@ def test_a_release_out_of_bounds_is_refused(name: str, release: str, monkeypatch
 # ------------------------------------------------------------------ nowhere else
 
 #: documented by Python, and Hydra's keywords
-_ALLOWED = {
-    "_getframe",
-    "_convert_",
-    "_target_",
-    "_args_",
-    "_partial_",
-    "_recursive_",
-    "_fields",
-    "_asdict",
-    "_replace",
-}
+_ALLOWED = {"_getframe", "_convert_", "_target_", "_args_", "_partial_", "_recursive_"}
+_ALLOWED |= {"_fields", "_asdict", "_replace"}
 _FOREIGN = (
     set(compat.WRAPPERS)
     | {compat.GROWTH_TRACKER, compat.INNER_SCHEDULERS, transformers.IS_INITIALIZED}
