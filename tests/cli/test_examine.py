@@ -93,7 +93,7 @@ def test_a_module_that_is_not_as_declared_is_status_1(tmp_path: Path) -> None:
 RUN_OF_A_NORM = """\
 plan: 16-mixed
 model: {_target_: test_pin_advice.Normed}
-data: {_target_: test_pin_advice.loader}
+data: {_target_: torch.utils.data.DataLoader, dataset: {_target_: test_pin_advice._batches}, batch_size: null}
 trainer: {accelerator: cpu, devices: 1, max_steps: 3, logger: false}
 """
 
