@@ -90,10 +90,13 @@ def test_the_trainer_of_the_other_copy_is_refused(first: str, second: str, tmp_p
 
 
 @pytest.mark.slow
-def test_a_plan_loads_what_a_run_needs() -> None:
-    show = "import sys; print(*(name for name in sys.modules if name.startswith('lightning_mp.')))"
+def test_a_plan_loads_what_a_run_needs_and_torchao_is_left_to_the_run() -> None:
+    show, fp8 = "print(*sys.modules)", "MixedPrecisionPlan('fp8-mixed', fp8='tensorwise').describe()"
+    rest = f"{fp8}; import lightning_mp.strategies, lightning_mp.callbacks, lightning_mp.preflight.doctor"
     plan = "from lightning_mp import MixedPrecisionPlan; import lightning.pytorch; MixedPrecisionPlan('16-mixed')"
-    loaded = printed(f"{plan}; {show}").split()
+    said = printed(f"import sys; {plan}; {show}; {rest}; {show}")
+    loaded, everything = (line.split() for line in said.splitlines()[-2:])
+    assert [name for name in everything if name.startswith("torchao")] == []
     needless = {"callbacks", "checkpoints", "cli", "demo", "precision_audit.audit", "preflight.doctor", "record.report"}
     needless |= {"strategies.ddp", "strategies.factory", "strategies.fsdp1", "fsdp2.strategy", "deepspeed.strategy"}
     assert [name for name in loaded if name.removeprefix("lightning_mp.") in needless] == []

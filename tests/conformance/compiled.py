@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch.utils.data import DataLoader
 
 from conformance.cells import is_refusal
@@ -89,6 +90,7 @@ def _run(strategy: str, row: CompiledRow, *, compiled: bool) -> Ran:
     from support.running import fit
 
     torch._dynamo.reset()
+    inductor.compile_threads = 1  # a pool of compilers would import torch again
     counters.clear()
     module, ran, plan = Learner(), Ran(), row.plan()
     folder = Path(tempfile.mkdtemp())

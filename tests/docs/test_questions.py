@@ -13,6 +13,7 @@ import pytest
 
 from docs.test_site import site as site
 from record.report.browser import chromium
+from support.cells import WHOLE
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,10 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+#: the others at night: a heading that goes is seen at once
+FEW = [*ANSWERS][:3]
+
+
 @pytest.fixture(scope="module")
 def search(site: Path) -> Iterator[Callable[[str], list[str]]]:
     """The search box of the served site in a real browser: the pages that it lists, first ones first."""
@@ -78,7 +83,7 @@ def test_every_answer_is_a_heading(site: Path) -> None:
         assert not anchor or f'id="{anchor}"' in (site / page).read_text(encoding="utf-8"), answer
 
 
-@pytest.mark.parametrize("question", ANSWERS)
+@pytest.mark.parametrize("question", [*FEW, *(pytest.param(one, marks=WHOLE) for one in ANSWERS if one not in FEW)])
 def test_the_search_finds_the_answer_in_its_first_three(question: str, search: Callable[[str], list[str]]) -> None:
     first = list(dict.fromkeys(search(question)))[:3]
     assert ANSWERS[question].partition("#")[0] in first, first

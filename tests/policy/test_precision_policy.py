@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, asdict, fields
 from typing import Any
 
@@ -378,17 +376,3 @@ def test_alone_it_is_torchs_rule_with_a_floor_of_1_that_is_held() -> None:
 )
 def test_a_constructor_is_a_choice_of_fields(config: LossScaling, expected: dict[str, Any]) -> None:
     assert {name: getattr(config, name) for name in expected} == expected
-
-
-@pytest.mark.slow
-def test_neither_the_package_nor_such_a_plan_imports_torchao() -> None:
-    code = """
-import sys
-import lightning_mp
-plan = lightning_mp.MixedPrecisionPlan("fp8-mixed", fp8="tensorwise")
-plan.describe()
-import lightning_mp.strategies, lightning_mp.callbacks, lightning_mp.preflight.doctor
-print([name for name in sys.modules if name.startswith("torchao")])
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert ran.stdout.strip() == "[]"

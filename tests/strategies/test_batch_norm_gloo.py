@@ -14,6 +14,7 @@ from torch import nn
 from lightning_mp.compat.lightning import ModelParallelStrategy
 from lightning_mp.errors import Faults
 from lightning_mp.plan import for_strategy
+from support.cells import WHOLE
 from support.comparing import of_training, same
 from support.norms import RATE, STEPS, Direct, Normed, Run, run
 from support.ranks import Ranks
@@ -22,8 +23,9 @@ from support.sharded import whole
 
 PINS = {"32-true": None, "bf16-mixed": {"BatchNorm1d": "fp32", "net.5": "fp32"}}
 slow = pytest.mark.slow
-SLOW = ("hsdp", "zero1", "zero2", "zero3")
-HOSTS = ["ddp", "fsdp2", *(pytest.param(host, marks=slow) for host in SLOW)]
+#: those that synchronize as another one does run at night
+SLOW = {"zero1": slow, "zero3": slow, "hsdp": WHOLE, "zero2": WHOLE}
+HOSTS = ["ddp", "fsdp2", *(pytest.param(host, marks=marks) for host, marks in SLOW.items())]
 
 
 @cache
@@ -37,7 +39,7 @@ def _alone(mode: str) -> dict[str, Any]:
     [
         *((host, "bf16-mixed") for host in ("ddp", "fsdp2")),
         ("fsdp1", "32-true"),
-        *(pytest.param(host, mode, marks=slow) for host in SLOW for mode in PINS),
+        *(pytest.param(host, mode, marks=marks) for host, marks in SLOW.items() for mode in PINS),
         *(pytest.param(host, "32-true", marks=slow) for host in ("ddp", "fsdp2")),
     ],
 )

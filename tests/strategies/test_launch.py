@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ TRAINS: dict[str, tuple[Launch, str]] = {
     "plain, ddp": (_launch(strategy="ddp"), "LightningEnvironment"),
     "a notebook's, ddp": (_launch(strategy="ddp", start_method="fork"), "LightningEnvironment"),
 }
-#: rank 1 fails; the other waits in a collective, or is busy with something of its own
+#: rank 1 fails while the other waits in a collective
 FAILS: dict[str, Launch] = {
     "torchrun, zero2, a step": _launch(torchrun=True, strategy="deepspeed_zero2", fail="step"),
     "torchrun, fsdp2, setup": _launch(torchrun=True, strategy="fsdp2", fail="setup"),
@@ -46,24 +46,22 @@ REFUSED = "plain, a plan that cannot run"
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Future[Ended], Path]]]:
-    """Every launch, two at a time: most of each is spent importing and waiting."""
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ended, Path]]:
+    """How a launch ended, and its folder; each is made once."""
     launches = {name: launch for name, (launch, _) in TRAINS.items()} | FAILS
     launches[REFUSED] = _launch(strategy="fsdp2", fail="plan")
-    folders = {name: tmp_path_factory.mktemp("launch") for name in launches}
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: (pool.submit(launch, folders[name]), folders[name]) for name, launch in launches.items()}
-        pool.shutdown(cancel_futures=True)
 
+    @cache
+    def launch(name: str) -> tuple[Ended, Path]:
+        folder = tmp_path_factory.mktemp("launch")
+        return launches[name](folder), folder
 
-def _ended(launched: dict[str, tuple[Future[Ended], Path]], name: str) -> tuple[Ended, Path]:
-    future, folder = launched[name]
-    return future.result(), folder
+    return launch
 
 
 @pytest.mark.parametrize("name", TRAINS)
 def test_it_trains_and_both_ranks_agree(launched: Any, name: str) -> None:
-    ended, folder = _ended(launched, name)
+    ended, folder = launched(name)
     assert ended.code == 0, ended.output[-4000:]
     assert not ended.left
     ranks = launching.seen(folder)
@@ -75,13 +73,13 @@ def test_it_trains_and_both_ranks_agree(launched: Any, name: str) -> None:
 
 
 def test_every_launcher_and_strategy_trains_to_the_same_weights(launched: Any) -> None:
-    ends = [launching.seen(_ended(launched, name)[1])[0]["weights"] for name in TRAINS]
+    ends = [launching.seen(launched(name)[1])[0]["weights"] for name in TRAINS]
     assert ends == pytest.approx([ends[0]] * len(ends), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", FAILS)
 def test_a_failing_rank_ends_all_and_speaks_first(launched: Any, name: str) -> None:
-    ended, folder = _ended(launched, name)
+    ended, folder = launched(name)
     assert ended.code, ended.output[-4000:]
     assert not ended.left, "a process outlived the others"
     assert ended.at - (folder / "failed").stat().st_mtime < SECONDS
@@ -90,7 +88,7 @@ def test_a_failing_rank_ends_all_and_speaks_first(launched: Any, name: str) -> N
 
 
 def test_a_plan_that_cannot_run_is_refused_by_every_rank(launched: Any) -> None:
-    ended, _ = _ended(launched, REFUSED)
+    ended, _ = launched(REFUSED)
     assert ended.code
     assert not ended.left
     errors = _ERROR.findall(ended.output)
