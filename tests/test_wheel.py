@@ -69,52 +69,31 @@ def test_an_index_can_show_what_it_is(built: Built) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in built.in_wheel())
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """A virtual environment that holds the wheel with two of its extras, and an empty folder to be in."""
-
-    folder: Path
-    cwd: Path
-
-    def run(self, command: str, *arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-        """A command of the environment; nothing of this checkout is on its path."""
-        own = {"XDG_CACHE_HOME": str(self.folder / "cache"), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        return subprocess.run(
-            [str(self.folder / "bin" / command), *arguments],
-            cwd=self.cwd,
-            env={**kept, **own},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-        )
-
-
-@pytest.fixture(scope="module")
-def environment(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    if torch.version.cuda is not None:
-        pytest.skip("the torch that would be installed is a download of gigabytes")
-    folder = tmp_path_factory.mktemp("environment")
-    (folder / "cwd").mkdir()
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=100)
-    fresh = Environment(folder / "venv", folder / "cwd")
-    options = ("-qq", "--no-input", "--disable-pip-version-check", "--no-cache-dir")
-    for what in ("torch", f"{built.wheel}[hf]"):
-        done = fresh.run("python", "-m", "pip", "install", *options, "-c", str(ROOT / "constraints.txt"), what)
-        assert done.returncode == 0, done.stderr
-    return fresh
-
-
 @pytest.mark.whole
 @pytest.mark.timeout(600)
-def test_the_wheel_installs_in_an_empty_environment_and_runs_the_demo(environment: Environment) -> None:
-    place = environment.run("python", "-c", "import lightning_mp; print(lightning_mp.__file__)")
-    assert Path(place.stdout.strip()).is_relative_to(environment.folder)
-    done = environment.run("lightning-mp", "demo", "--steps", "2")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the torch that would be installed is gigabytes")
+def test_the_wheel_installs_in_an_empty_environment_and_runs_the_demo(built: Built, tmp_path: Path) -> None:
+    cwd, environment = tmp_path / "cwd", tmp_path / "venv"
+    cwd.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=100)
+    own = {"XDG_CACHE_HOME": str(environment / "cache"), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+    own |= {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") and name not in own}
+
+    def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Nothing of this checkout is on its path."""
+        words = [str(environment / "bin" / command), *arguments]
+        return subprocess.run(words, cwd=cwd, env=own, capture_output=True, text=True, check=False, timeout=200)
+
+    options = ("-qq", "--no-input", "--disable-pip-version-check", "--no-cache-dir")
+    for what in ("torch", f"{built.wheel}[hf]"):
+        done = run("python", "-m", "pip", "install", *options, "-c", str(ROOT / "constraints.txt"), what)
+        assert done.returncode == 0, done.stderr
+    place = run("python", "-c", "import lightning_mp; print(lightning_mp.__file__)")
+    assert Path(place.stdout.strip()).is_relative_to(environment)
+    done = run("lightning-mp", "demo", "--steps", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert "tf32: left out, since this CPU has no TF32." in done.stdout
     table = done.stdout[done.stdout.index("─") :]
     assert [line.split()[0] for line in table.splitlines()[1:5]] == ["fp32", "bf16", "bf16-ckpt", "fp16"]
-    assert [path.name for path in environment.cwd.iterdir()] == ["lightning_mp_demo"]
-    assert "<html" in (environment.cwd / "lightning_mp_demo" / "compare.html").read_text(encoding="utf-8")[:500]
+    assert [path.name for path in cwd.iterdir()] == ["lightning_mp_demo"]
+    assert "<html" in (cwd / "lightning_mp_demo" / "compare.html").read_text(encoding="utf-8")[:500]

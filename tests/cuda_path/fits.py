@@ -43,6 +43,7 @@ HOST = torch.device("cpu")
 ASKS = ("lightning_mp.", "lightning.", "torch.distributed.", "torch.optim.", "torch.nn.utils.", "torch.amp.")
 #: the step that is watched: what is done once has been done, and what waits for a later step has begun to
 WARM = 4
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 # ---------------------------------------------------------------------- what the host does
@@ -226,11 +227,6 @@ class Fit:
     #: Lightning's own precision plugin in place of a plan
     stock: bool = False
 
-    def run(self) -> Found:
-        module = Net(self.optimizer, scheduler=self.scheduler, fails=self.fails)
-        with tempfile.TemporaryDirectory() as folder, on_the_machine(module, self.ranks) as (watched, module):
-            return self._fit(watched, module, folder)
-
     def arguments(self) -> dict[str, Any]:
         """What the Trainer is given."""
         given: dict[str, Any] = {"devices": self.ranks, "accelerator": "cuda", **self.trainer}
@@ -244,26 +240,15 @@ class Fit:
             given["strategy"] = make_strategy(self.strategy, plan, **self.options)
         return {**given, "plugins": [plan]}
 
-    def _fit(self, watched: Watched, module: LightningModule, folder: str) -> Found:
-        window = _Window(watched)
-        given = self.arguments()
-        plugins = [*given.pop("plugins", []), *([OneOfMany(self.ranks)] if self.ranks > 1 else [])]
-        callbacks: list[Callback] = [window]
-        if self.callback is not None:
-            callbacks.append(CALLBACKS[self.callback](folder))
-        runner = Trainer(
-            max_steps=self.steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=callbacks,
-            plugins=plugins,
-            **given,
-        )
-        rows = DataLoader(TensorDataset(torch.ones(4096, 16)), batch_size=16)
-        runner.fit(module, rows)
+    def run(self) -> Found:
+        module = Net(self.optimizer, scheduler=self.scheduler, fails=self.fails)
+        with tempfile.TemporaryDirectory() as folder, on_the_machine(module, self.ranks) as (watched, module):
+            window, given = _Window(watched), self.arguments()
+            plugins = [*given.pop("plugins", []), *([OneOfMany(self.ranks)] if self.ranks > 1 else [])]
+            callbacks = [window, *([CALLBACKS[self.callback](folder)] if self.callback else [])]
+            options = {"max_steps": self.steps, "default_root_dir": folder, "callbacks": callbacks, "plugins": plugins}
+            rows = DataLoader(TensorDataset(torch.ones(4096, 16)), batch_size=16)
+            Trainer(**options, **QUIET, **given).fit(module, rows)
         return Found(dict(watched.waits), watched.early, window.moved, dict(watched.operators))
 
 

@@ -142,23 +142,17 @@ CLIPS: dict[str, dict[str, Any]] = {
 }
 
 
-def _fit(module: Any, **options: Any) -> None:
-    try:
-        cuda_fit(module, callbacks=[NothingWaits()], **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("optimizer", FUSED)
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
 def test_a_warm_step_never_waits_skipped_or_not(mode: str, optimizer: str, clip: str) -> None:
     plan = plan_for(mode)
-    _fit(Unread(FUSED[optimizer], overflow_at=(4,)), plugins=[plan], **CLIPS[clip])
+    module = Unread(FUSED[optimizer], overflow_at=(4,))
+    cuda_fit(module, callbacks=[NothingWaits()], plugins=[plan], **CLIPS[clip])
     assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
 
 
 def test_the_judge_sees_the_reads_that_are_there() -> None:
     """The plan asks for the flag before a plain optimizer."""
     with pytest.raises(RuntimeError, match="synchroniz"):
-        _fit(Unread(partial(SGD, lr=1e-2)), plugins=[plan_for("16-mixed")])
+        cuda_fit(Unread(partial(SGD, lr=1e-2)), callbacks=[NothingWaits()], plugins=[plan_for("16-mixed")])

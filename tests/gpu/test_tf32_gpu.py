@@ -16,8 +16,6 @@ from support.cuda import Resident, cuda_fit
 from support.language import Language, llama, tokens
 from support.models import Regression, same_weights, weights
 from support.oracles import MODES, plan_for
-from support.ranks import in_a_process
-from support.tf32 import readings
 
 _ampere = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _ampere, reason="needs a CUDA device with TF32")]
@@ -49,19 +47,6 @@ def test_products_are_what_was_declared(owner: str, setting: str, cudnn: bool, c
     cuda_fit(module, **OWNERS[owner](setting))
     assert module.met == (setting, cudnn)
     assert (module.error > 2e-3) == coarse
-
-
-def _around(owner: str, setting: str) -> list[dict[str, object]]:
-    before = readings()
-    cuda_fit(Regression(), **OWNERS[owner](setting))
-    return [before, readings()]
-
-
-@each_owner
-@pytest.mark.parametrize("setting", ["high", "medium", "highest"])
-def test_a_process_that_set_nothing_is_as_before(owner: str, setting: str) -> None:
-    before, after = in_a_process(_around, owner, setting)
-    assert after == before
 
 
 @pytest.fixture(autouse=True)

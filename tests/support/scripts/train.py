@@ -1,4 +1,4 @@
-"""A user's script, as a launcher starts it: ``python train.py --strategy fsdp2 --devices 2 --out FOLDER``."""
+"""A user's script, as a launcher starts it: ``python train.py --strategy fsdp2 --out FOLDER``."""
 
 from __future__ import annotations
 
@@ -20,27 +20,20 @@ FEATURES = 16
 
 
 class Model(LightningModule):
-    """Fails where it is told to: on rank ``failing`` in ``configure_optimizers``, or in the third step.
+    """Fails where it is told to, on the second rank: in ``configure_optimizers``, or in the third step."""
 
-    The others go on until they wait for it, or are ``busy`` with something of their own.
-    """
-
-    def __init__(self, fail: str, failing: int, busy: float, out: Path) -> None:
+    def __init__(self, fail: str, out: Path) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.Linear(8, 1))
-        self.fail, self.failing, self.busy, self.out = fail, failing, busy, out
+        self.fail, self.out = fail, out
 
     def planned(self, where: str) -> None:
-        """Raise, if here is the place; some time after the others went on to wait."""
-        if self.fail != where:
-            return
-        if self.global_rank != self.failing:
-            time.sleep(self.busy)
-            return
-        time.sleep(1)
-        (self.out / "failed").touch()
-        raise KeyError("planned")
+        """Raise, if here is the place; some time after the other rank went on to wait."""
+        if self.fail == where and self.global_rank == 1:
+            time.sleep(1)
+            (self.out / "failed").touch()
+            raise KeyError("planned")
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 2:
@@ -74,23 +67,13 @@ def _trainer(given: argparse.Namespace) -> Trainer:
         loss_scaling=LossScaling(init_scale=256.0),
         pins={"no such module": "fp32"} if given.fail == "plan" else {},
     )
-    options = {"process_group_backend": "gloo", "timeout": timedelta(seconds=given.timeout)}
+    options = {"process_group_backend": "gloo", "timeout": timedelta(seconds=120)}
     if given.start_method is not None:
         options["start_method"] = given.start_method
     strategy = make_strategy(given.strategy, plan, **options)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(
-        **trainer_kwargs(
-            plan,
-            strategy=strategy,
-            accelerator="cpu",
-            devices=given.devices,
-            max_epochs=1,
-            gradient_clip_val=1.0,
-            enable_model_summary=False,
-            **quiet,
-        )
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    own = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "gradient_clip_val": 1.0}
+    return Trainer(**trainer_kwargs(plan, strategy=strategy, **own, **quiet))
 
 
 def _whole(module: LightningModule) -> float:
@@ -106,14 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--start-method")
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--fail", choices=("nowhere", "plan", "setup", "step"), default="nowhere")
-    parser.add_argument("--failing", type=int, default=1)
-    parser.add_argument("--busy", type=float, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    module, trainer = Model(given.fail, given.failing, given.busy, given.out), _trainer(given)
+    module, trainer = Model(given.fail, given.out), _trainer(given)
     trainer.fit(module, _data())
     (given.out / f"{trainer.global_rank}.after").write_text(str(_whole(module)))
     if torch.distributed.is_initialized():  # threads of a group that outlive the interpreter may abort the process
