@@ -6,27 +6,23 @@ import ast
 import difflib
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support import launching
 from support.cells import WHOLE
-from support.launching import environment
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 FILES = sorted(FOLDER.glob("[0-9]*.py"))
-#: how warnings are printed, Lightning's (without a category) and Python's
-_WARNING = re.compile(r"^\S+\.py:\d+: (?:\w*Warning: )?(.*)$", re.MULTILINE)
+#: how warnings are printed, Lightning's (without a category) and Python's, perhaps behind a progress bar
+_WARNING = re.compile(r"\S+\.py:\d+: (?:\w*Warning: )?(.*)$", re.MULTILINE)
 _SHORT = ("trainer.max_steps=30", "+trainer.enable_progress_bar=false", "data.val_batches=2")
 #: nats a token of a vocabulary that nothing was learned of
 BYTES, TOKENS = math.log(256), math.log(512)
@@ -49,27 +45,13 @@ def _contents() -> set[Path]:
     return {path for path in FOLDER.rglob("*") if "__pycache__" not in path.parts}
 
 
-def run(number: str, folder: Path, *arguments: str) -> tuple[str, str]:
+def run(number: str, folder: Path, *arguments: str) -> str:
     """What an example prints that runs to its end in ``folder``; it leaves nothing beside itself."""
     before = _contents()
-    child = subprocess.Popen(
-        [sys.executable, str(path_of(number)), *arguments],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = child.communicate(timeout=580)
-    finally:
-        with suppress(ProcessLookupError):  # the processes it started have its number as their group's
-            os.killpg(child.pid, signal.SIGKILL)
-    assert child.returncode == 0, f"{output}\n{errors}"
+    ended = launching.run([sys.executable, str(path_of(number)), *arguments], folder / "log", timeout=580)
+    assert ended.code == 0, ended.output
     assert _contents() == before
-    return output, errors
+    return ended.output
 
 
 def test_there_are_ten_and_the_readme_has_them() -> None:
@@ -176,9 +158,9 @@ def test_an_example_runs_without_a_warning_and_what_it_says_holds(
     number: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     claim = CLAIMS[number]
-    output, errors = run(number, tmp_path, *claim.arguments)
+    output = run(number, tmp_path, *claim.arguments)
     known = [line.split(":")[1] for line in pytestconfig.getini("filterwarnings") if line.startswith("ignore:")]
-    assert [said for said in _WARNING.findall(errors) if not any(re.match(text, said) for text in known)] == []
+    assert [said for said in _WARNING.findall(output) if not any(re.match(text, said) for text in known)] == []
     for pattern, holds in claim.says.items():
         found = re.findall(pattern, output)
         assert found, (pattern, output)
@@ -210,8 +192,8 @@ def test_it_shows_the_plan_trains_in_fp16_and_shows_the_report(tmp_path: Path) -
     notebook = tmp_path / NOTEBOOK.name
     shutil.copy(NOTEBOOK, notebook)
     command = [sys.executable, "-c", "from nbclient.cli import main; main()", "--inplace", str(notebook)]
-    run = subprocess.run(command, env=environment(), capture_output=True, encoding="utf-8", check=False, timeout=150)
-    assert run.returncode == 0, run.stderr
+    ended = launching.run(command, tmp_path / "log", timeout=150)
+    assert ended.code == 0, ended.output
     assert (tmp_path / "run" / "report.html").stat().st_size > 1_000_000
     cells = _code_cells(notebook)
     assert "<table" in _html(cells[0])

@@ -75,8 +75,10 @@ def run(command: list[str], log: Path, timeout: float = 240) -> Ended:
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"not over after {timeout} s:\n{log.read_text(errors='replace')[-6000:]}") from None
     finally:
-        if child is not None:
-            _kill(child)
+        if child is not None:  # its session's group has its number, also when it is gone itself
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     return Ended(code, log.read_text(errors="replace"), at, left)
 
 
@@ -89,13 +91,6 @@ def _runs(child: subprocess.Popen[bytes]) -> bool:
             time.sleep(0.2)
         return True
     return False
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End a child and all it started: its session's group has its number, also when it is gone itself."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def seen(folder: Path) -> list[dict[str, Any]]:
