@@ -20,6 +20,7 @@ from conformance.cells import is_refusal
 from conformance.judge import DIFFERS, FAILED, REFUSED, SAME, Verdict
 from conformance.rows import CompiledRow
 from conformance.strategies import trainer_arguments
+from lightning_mp.compat.lightning import LightningModule
 from support.fp8 import VOCABULARY, Language
 
 STEPS, ROWS, LENGTH = 5, 4, 8
@@ -28,10 +29,19 @@ STEPS, ROWS, LENGTH = 5, 4, 8
 class Learner(Language):
     """Records the loss, the gradients in full and how many graphs were compiled, step by step."""
 
+    validation_step = LightningModule.validation_step  # it has none
+
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(self.blocks)  # a Sequential would be pinned, around what is compiled
         self.each_gradients: list[dict[str, Tensor]] = []
         self.graphs: list[int] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         return batch[self.global_rank]
@@ -63,7 +73,7 @@ def _given(module: Learner, row: CompiledRow) -> Any:
     if row.way == "torch.compile(module)":
         return torch.compile(module, backend=backend)
     if row.way == "torch.compile(block)":
-        module.blocks = nn.Sequential(*(torch.compile(block, backend=backend) for block in module.blocks))  # type: ignore
+        module.blocks = nn.ModuleList([torch.compile(block, backend=backend) for block in module.blocks])  # type: ignore
     for part in {"module.compile()": [module], "block.compile()": module.blocks}.get(row.way, ()):
         part.compile(backend=backend)
     return module

@@ -69,7 +69,8 @@ itself raises.
 """,
     "optimizers": """
 The Llama of the first table. `lamb`, `lion`, `sam` and `wrapper`, which holds an optimizer and steps that, are written
-out in `tests/conformance/optimizers.py`; `muon` takes the matrices, and the rest is frozen. `same` means here also that
+out in `tests/conformance/optimizers.py`; `muon` takes the matrices, and the rest is frozen. No step of `sam` overflows:
+a plan does not check gradients that are taken twice. `same` means here also that
 
 - all weights and buffers end where the plain loop's do, within {weights:.0%} of the way they went and five times as
   much as the plain loop itself is off where its norm is rounded another way.
