@@ -78,7 +78,6 @@ class Decoder(LightningModule):
 
 
 def run(module: Decoder, plugin: Any, steps: int, **more: Any) -> list[float]:
-    """Seconds of each warm step of one fit."""
     times = StepTimes()
     fit(module, module.batches(steps), plugin, steps, callbacks=[times], **more)
     return times.seconds
@@ -177,7 +176,6 @@ PARTS: dict[str, tuple[Callable[..., Figures], int]] = {
 
 
 def _part(name: str, file: Path, *, quick: bool) -> None:
-    """Run one part in this process."""
     if not CUDA and not quick:
         sys.exit("This part needs a CUDA device. --quick tries it on a CPU, with figures that mean nothing.")
     quietly()

@@ -59,13 +59,11 @@ class Tiny(LightningModule):
 
 
 def tokens() -> DataLoader[Any]:
-    """Random tokens, 8 sequences a batch."""
     generator = torch.Generator().manual_seed(0)
     return DataLoader(TensorDataset(torch.randint(VOCABULARY, (512, CONTEXT), generator=generator)), batch_size=8)
 
 
 def vectors() -> DataLoader[Any]:
-    """Random vectors for ``Tiny``, 16 a batch."""
     generator = torch.Generator().manual_seed(0)
     return DataLoader(TensorDataset(torch.randn(8192, 32, generator=generator)), batch_size=16)
 

@@ -139,7 +139,6 @@ def measured(cell: Cell) -> int:
 
 
 def predicted(cell: Cell, strategy: str | None = None) -> MemoryPrediction:
-    """The same, or what ``OfRank`` measures, predicted."""
     plan = cell.plan()
     given: dict[str, Any] = {"trainer_args": {"accelerator": "cpu"}}
     if strategy is not None:

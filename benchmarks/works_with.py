@@ -59,7 +59,6 @@ def task(net: Any, loss: Callable[..., Any], batch: Any) -> Any:
 
 
 def fit(module: Any, given: dict[str, Any], *data: Any, host: str = "pytorch_lightning") -> Any:
-    """``STEPS`` steps with the Trainer of one copy of Lightning, and that Trainer."""
     trainer = importlib.import_module(host).Trainer(max_steps=STEPS, **HERE, **QUIET, **given)
     trainer.fit(module, *data)
     return trainer
@@ -412,7 +411,6 @@ def check(name: str) -> dict[str, str]:
             _record(sys.modules[one].LightningModule, losses)
 
     def ran(given: dict[str, Any]) -> tuple[list[float], list[Any]]:
-        """The losses, and the weights and predictions as tensors."""
         pytorch_lightning.seed_everything(0, verbose=False)
         losses.clear()
         with tempfile.TemporaryDirectory() as folder:
@@ -459,7 +457,6 @@ def _record(cls: Any, losses: list[float]) -> None:
 
 
 def in_a_process(name: str) -> dict[str, str]:
-    """``check`` in a process of its own; an error is its last line."""
     command = [sys.executable, "-m", "benchmarks.works_with", "--here", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     last = (done.stdout.strip().splitlines() or [""])[-1]

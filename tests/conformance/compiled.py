@@ -68,7 +68,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _given(module: Learner, row: CompiledRow) -> Any:
-    """What the Trainer is given."""
     backend = row.backend
     if row.way == "torch.compile(module)":
         return torch.compile(module, backend=backend)

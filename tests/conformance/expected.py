@@ -69,7 +69,6 @@ def calls(row: Row) -> dict[str, float]:
 
 
 def rates(row: Row, attempts: int, skipped: tuple[int, ...] = ()) -> list[float]:
-    """The learning rate of each attempt; a skipped one holds the next one where it is."""
     done = [attempt - sum(step < attempt for step in skipped) for attempt in range(attempts)]
     return [row.stepper.rate * learning_rate(step) for step in done]
 

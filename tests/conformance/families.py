@@ -325,8 +325,6 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block around some layers; it may be called more than once."""
-
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.Sequential(*layers)

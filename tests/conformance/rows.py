@@ -54,7 +54,6 @@ class Policy:
         return "fp32" if self.pins else self.storage
 
     def plan(self, loss_scaling: Any = None) -> Any:
-        """The plan of this row; ``loss_scaling`` is left out where the mode has none."""
         from lightning_mp import MixedPrecisionPlan
 
         return MixedPrecisionPlan(
@@ -114,7 +113,6 @@ class FamilyRow:
         return max(1e-4, (4 if self.policy.mixed else 1 / MOVE) * self.policy.rounding)
 
     def plan(self) -> Any:
-        """Of this row."""
         from lightning_mp import LossScaling, MixedPrecisionPlan
 
         policy = self.policy

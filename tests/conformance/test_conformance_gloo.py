@@ -20,7 +20,6 @@ ROWS, SOME = ("16-mixed+pins", "whisper: 16-mixed+pins", "lion 16-mixed"), ("sin
 
 @pytest.fixture(scope="module")
 def references() -> matrix.References:
-    """The plain loops."""
     return {}
 
 

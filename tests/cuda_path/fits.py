@@ -140,7 +140,6 @@ class Watched(TorchDispatchMode):
                 self.early.append(f"{func} {site()}")
 
     def told(self, what: str, who: Any) -> None:
-        """Of events and streams."""
         if what == "event.record":
             for coming in self._coming.values():
                 coming[1] = coming[1] or who
@@ -228,7 +227,6 @@ class Fit:
     stock: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """What the Trainer is given."""
         given: dict[str, Any] = {"devices": self.ranks, "accelerator": "cuda", **self.trainer}
         if self.clip is not None:
             given |= {"gradient_clip_val": 1.0, "gradient_clip_algorithm": self.clip}
@@ -317,7 +315,6 @@ class _Window(Callback):
 
 
 def _devices(trainer: Trainer) -> dict[str, str]:
-    """Where parameters, buffers, their gradients and the optimizers' state are."""
     module = trainer.lightning_module
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for index, optimizer in enumerate(trainer.optimizers):

@@ -77,8 +77,6 @@ WHOLE = ("pins",)
 
 
 class Row(NamedTuple):
-    """A cell of the product."""
-
     host: str
     mode: str
     clip: str | None
@@ -105,14 +103,12 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """All that a plan carries out."""
     for host, mode, clip, feature in product(HOSTS, MODES, CLIPS, FEATURES):
         if "fsdp1" not in host or not (mode == "fp8-mixed" or feature in WHOLE):
             yield Row(host, mode, clip, feature)
 
 
 def said(row: Row, found: Found) -> list[str]:
-    """What differs from the table."""
     expected, name = row.expected(), " ".join(map(str, row))
     seen = Counter(found.waits)
     faults = [f"{name}: {where}, {count} more" for where, count in (seen - expected).items()]

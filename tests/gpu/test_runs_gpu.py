@@ -37,8 +37,6 @@ WIDTH, BLOCKS = 512, 8
 
 
 class Block(nn.Module):
-    """A residual two-layer net with dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wide, self.back, self.dropout = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
@@ -48,8 +46,6 @@ class Block(nn.Module):
 
 
 class Deep(Regression):
-    """Blocks between a first and a last layer."""
-
     def __init__(self) -> None:
         super().__init__(lambda p: torch.optim.SGD(p, lr=1e-4, fused=True))
         torch.manual_seed(0)
