@@ -4,8 +4,6 @@
 on the CUDA device of nothing of ``tests/cuda_path``, of the first of several ranks.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import tempfile

@@ -3,8 +3,6 @@
 Each part is a process of its own, whose figures are on disk as they come: one that fails costs the others nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What every benchmark shares: models, one way to train, and medians of two sides that take turns."""
 
-from __future__ import annotations
-
 import logging
 import platform
 import statistics

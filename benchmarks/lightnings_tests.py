@@ -14,8 +14,6 @@ that, and ``"ddp"``, ``"ddp_spawn"`` and ``"ddp_fork"`` on a CPU, under ``mp_ddp
 that passed before and do not after, each with its cause where ``CAUSES`` has one; it exits with 1 where one has none.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -4,8 +4,6 @@
 on gloo under each strategy, with what it holds between steps; the slow tests hold them.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys

@@ -3,8 +3,6 @@
 python -m benchmarks.planner_pages      # writes it; tests/planner/test_pages.py holds it to the code
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 

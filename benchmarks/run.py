@@ -3,8 +3,6 @@
 ``python -m benchmarks.run [plan monitors] [--quick]``: medians of sides that take turns, and their ratio.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import subprocess

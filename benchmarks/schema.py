@@ -3,8 +3,6 @@
 ``python -m benchmarks.schema`` writes it beside the shipped configs, whose first lines name it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

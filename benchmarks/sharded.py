@@ -4,8 +4,6 @@ Both sides take turns in the same two processes; printed are medians and their r
 ``python -m benchmarks.sharded [--quick]``
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

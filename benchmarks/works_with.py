@@ -3,8 +3,6 @@
 ``make works-with`` (``python -m benchmarks.works_with [PACKAGE ...]``): each in its own process, three steps a run.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """Write down once which numbers live in which format; that is what runs, or the run refuses and says why."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

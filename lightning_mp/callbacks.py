@@ -1,7 +1,5 @@
 """Callbacks for existing projects on Lightning's own precision plugins and strategies; each works alone."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """``first_difference``: of two plans, or of eager and compiled, the first module that computes something else."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence

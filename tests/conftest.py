@@ -1,7 +1,5 @@
 """Fixtures of every test."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ callbacks; the weights are equal to the last bit, files that were there are as t
 every step stands once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import product

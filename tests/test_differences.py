@@ -1,7 +1,5 @@
 """The first module that computes something else: a cast is planted, and found by its name; a healthy model has none."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages say what was given, what is allowed and what to do; errors travel between processes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The package as it is installed: what an import costs, what the extras hold, and that the pins cover them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

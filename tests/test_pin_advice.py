@@ -1,7 +1,5 @@
 """Pins by measuring: healthy models need none, what does harm is found, and everything is given back as it was."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

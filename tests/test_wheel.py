@@ -1,7 +1,5 @@
 """What `python -m build` makes of a checkout: complete, well described, and running where nothing else is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Non-finite losses and gradients for a project on stock plugins: skipped on every rank, traced, and saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """What NonFiniteGuard and a plan do about a non-finite step: explain it, save its batch, write an event, rewind."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Runs a batch again, forward and backward, to find the rank and the module where a non-finite value first appeared."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Checkpoints of every strategy, told apart, read whole, and written as one plain state dict."""
 
-from __future__ import annotations
-
 from lightning_mp.checkpoints.formats import CheckpointFormatError, Kind, kind_of
 from lightning_mp.checkpoints.full import consolidate, read_full
 

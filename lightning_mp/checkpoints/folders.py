@@ -1,7 +1,5 @@
 """Folders are written beside their place, and put there once they are whole."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from zlib import crc32

@@ -1,7 +1,5 @@
 """A checkpoint of any of the formats as one plain dict, and as one plain state dict for all that knows no training."""
 
-from __future__ import annotations
-
 import pickle
 import secrets
 import warnings

@@ -1,7 +1,5 @@
 """The command line. Nothing heavier than typer is imported before a command runs."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``lightning-mp init``, ``consolidate`` and ``report``: files before a run, and what is made of what it left."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

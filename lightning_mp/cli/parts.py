@@ -1,7 +1,5 @@
 """The parts of a run from its checked config. What can be refused without a model is, before there is one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """``lightning_mp.compare``: one module trained under several plans, seed by seed, and the runs behind it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

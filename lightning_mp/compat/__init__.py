@@ -1,7 +1,5 @@
 """The releases that are supported, and what is used of torch, Lightning and DeepSpeed beyond their public names."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """DeepSpeed's private names, each behind a function that says what it is for; it is imported where it is used."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import contextmanager, nullcontext

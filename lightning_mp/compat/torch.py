@@ -1,7 +1,5 @@
 """torch's private names, each behind a function that says what it is for."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

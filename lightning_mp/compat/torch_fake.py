@@ -1,7 +1,5 @@
 """torch's private names around tensors without memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module

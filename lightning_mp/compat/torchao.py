@@ -1,7 +1,5 @@
 """torchao's private names, each behind a function that says what it is for; it is imported where it is used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

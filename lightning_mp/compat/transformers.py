@@ -1,7 +1,5 @@
 """transformers' private conventions, which other libraries follow too: looked for on modules, never imported."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext

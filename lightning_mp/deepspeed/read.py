@@ -4,8 +4,6 @@ The lists are those of DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,p
 other blocks is DeepSpeed's to check.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO stages under a plan: DeepSpeed shards and updates, the plan says what runs in its engine."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A language model of transformers, by name and config, as a LightningModule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, cast
 

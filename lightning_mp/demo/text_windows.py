@@ -1,7 +1,5 @@
 """Text as training data: windows of tokens of Python's own sources, or of a file or folder, without a network."""
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """Folders of shards, written to any path of fsspec's: at once, or from a copy on the host while training goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial

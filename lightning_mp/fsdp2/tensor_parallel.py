@@ -1,7 +1,5 @@
 """Tensor parallelism by a transformers model's own plan, or one the user gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """How a prepared model becomes shards: its units, the same weights on every rank, tensors on the meta device made."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The loss scale in every logger and in the progress bar."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from contextlib import suppress

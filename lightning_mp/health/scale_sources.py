@@ -3,8 +3,6 @@
 Every number is a Python one where the host knows it, else a device scalar, so that all can be read together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 FLOPs are those of a forward and backward pass as the model defines them, counted operator by operator.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Activation checkpointing by module: recompute in the backward pass what the plan does not keep."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -3,8 +3,6 @@
 Operators are seen below autocast, so that every function counts. Compiled graphs are not looked into.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

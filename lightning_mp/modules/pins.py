@@ -1,7 +1,5 @@
 """Module-level dtypes: which pin covers which module, what is stored in which, and running a module in its pin's."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence

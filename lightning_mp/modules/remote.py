@@ -3,8 +3,6 @@
 An optimizer is given them all the same, so that its groups and the numbers in its state are those of the whole model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from functools import partial
 from typing import Any, cast

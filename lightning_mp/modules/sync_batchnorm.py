@@ -1,7 +1,5 @@
 """Batch norms that take their statistics over all processes, by class swap: names, pins and hooks stay."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

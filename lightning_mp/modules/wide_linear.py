@@ -1,7 +1,5 @@
 """A Linear whose half-precision operands are multiplied, and summed, into an fp32 result that is never rounded."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import torch

@@ -4,8 +4,6 @@ Nested data are tuples, named tuples, lists, mappings (transformers' ``ModelOutp
 else, such as a key-value cache, is not looked into.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress

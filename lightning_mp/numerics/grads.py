@@ -1,7 +1,5 @@
 """Gradients: unscale and check them in one pass, their norm, whole or in shards, and a step that a flag holds back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """The loss scale: its rule as a pure function, and the scaler that follows it and counts applied and skipped steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace

@@ -1,7 +1,5 @@
 """Where a non-finite value was born: one forward and backward pass, watched module by module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """What a run changes in its process, first of all the random number generators: read, and put back."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """What runs a batch, torch's schedules on what the module gives for them, and the step on the gradients they leave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The stages of a module: which parameter belongs to which, why a module cannot be cut, and how a stage is run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass

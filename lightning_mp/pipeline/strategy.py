@@ -1,7 +1,5 @@
 """Pipeline parallelism for a LightningModule that says what its stages are; transformers' Llama and GPT-2 need not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta

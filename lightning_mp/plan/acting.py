@@ -1,7 +1,5 @@
 """The callbacks that change a project on stock plugins, and undo it: TF32, pins and checkpointing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """That ranks have the same plan and the same module, compared before a strategy's first collective on either."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

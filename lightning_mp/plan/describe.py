@@ -1,7 +1,5 @@
 """What a policy declares, as a table: for a module, with the number of modules that each rule covers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Where non-finite values came from: rank, batch, module and parameter, in an event or in the error that ends a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

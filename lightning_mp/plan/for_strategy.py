@@ -1,7 +1,5 @@
 """On which devices and Lightning strategies a plan runs, with which engine, and what it refuses on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast

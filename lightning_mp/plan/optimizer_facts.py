@@ -1,7 +1,5 @@
 """What a plan has to know of an optimizer: its closure, whether it can step on shards, what half precision costs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any, Literal

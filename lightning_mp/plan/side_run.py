@@ -1,7 +1,5 @@
 """One batch through a module outside of the training loop, and everything as it was before afterwards."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Which hooks may change gradients, and what holds schedulers and weight averages on skipped steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """``advise``: precision, strategy, degrees, checkpointing and micro-batch, best first, and why the others lost."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping

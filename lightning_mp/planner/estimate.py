@@ -5,8 +5,6 @@ each GPU: the larger of compute and the traffic of data parallelism, which run a
 tensor parallelism, which does not; over what the pipeline's bubble leaves.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

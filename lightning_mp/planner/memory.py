@@ -4,8 +4,6 @@ Sources: Rajbhandari et al. 2020 (ZeRO) for what is held and sharded; Korthikant
 the scores that fused attention never stores; this package's modes (docs/reference/plan.md#modes) for the dtypes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

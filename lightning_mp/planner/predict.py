@@ -1,7 +1,5 @@
 """``predict_memory``: the peak of one rank, traced where that is possible, by formula where it is not."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 import warnings

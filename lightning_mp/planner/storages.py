@@ -3,8 +3,6 @@
 Small integer tensors, such as ids and masks, keep their numbers, so that shapes made of them are right.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import weakref

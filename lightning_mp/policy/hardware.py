@@ -1,7 +1,5 @@
 """What devices can do, and which precision suits them: rules and data sheets, no torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Configs as plain mappings, whatever they came as, and where a key of one was written."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """``audit`` and ``PrecisionAudit``: the dtypes that modules have and run in, compared with what was declared."""
 
-from __future__ import annotations
-
 from shutil import get_terminal_size
 from typing import Any, Literal
 

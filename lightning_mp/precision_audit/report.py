@@ -1,7 +1,5 @@
 """What an audit found, one row per module: declared and observed dtypes, as text, markdown and plain values."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import defaultdict

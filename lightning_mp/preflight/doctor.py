@@ -1,7 +1,5 @@
 """``doctor``: what will go wrong in a run, found before its first step, by checks of the model and of its training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from inspect import getsource

@@ -1,7 +1,5 @@
 """What the doctor examines, and the few checks that every fit makes: one walk over the modules."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

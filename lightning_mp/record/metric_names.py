@@ -1,7 +1,5 @@
 """The names under which a run's readings are logged and written down, the same in every logger, file and report."""
 
-from __future__ import annotations
-
 STEP = "step"
 LOSS = "train/loss"
 VAL_LOSS = "val/loss"

@@ -3,8 +3,6 @@
 That is the run's folder (rank 0), every logger, the console, and rows and events in memory.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

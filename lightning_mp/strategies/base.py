@@ -1,7 +1,5 @@
 """What the strategies share: the plan they run, checkpoints that every other one reads, and what none can run."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast

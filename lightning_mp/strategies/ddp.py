@@ -1,7 +1,5 @@
 """DistributedDataParallel under a plan: Lightning's own strategy, and checkpoints of every other."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The factory: a strategy by name, and everything that a plan needs as Trainer arguments."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy

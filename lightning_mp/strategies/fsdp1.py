@@ -1,7 +1,5 @@
 """Lightning's ``FSDPStrategy`` under a plan, in its plain regime: FSDP1 is deprecated, and FSDP2 does the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Gradients are summed, so that all ranks see what is not finite: the error names the rank whose own were bad."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stock plugins, guarded: a non-finite step changes nothing, and says where the value was born."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from functools import partial

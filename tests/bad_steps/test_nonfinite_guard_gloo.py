@@ -1,7 +1,5 @@
 """One rank's fault is everybody's skip, and is named: of the guard, and of a replay alone under every strategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

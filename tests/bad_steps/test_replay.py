@@ -1,7 +1,5 @@
 """A batch is run again under hooks: the module, the pass and the batch are named, and nobody can tell it was run."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Back to the last good checkpoint, on behind the bad batch: of a guard on stock plugins, and of a plan."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import partial

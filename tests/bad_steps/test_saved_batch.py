@@ -1,7 +1,5 @@
 """The bad batch on disk: what is in the file, and that running it again gives the same loss and the same culprit."""
 
-from __future__ import annotations
-
 import random
 import threading
 from contextlib import nullcontext

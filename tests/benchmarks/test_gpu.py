@@ -1,7 +1,5 @@
 """``python -m benchmarks.gpu``: every part runs, here with tiny models, and one that fails costs the others nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

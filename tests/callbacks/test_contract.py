@@ -1,7 +1,5 @@
 """What every callback owes: it can be built, runs twice, gives everything back; one that acts yields to a plan."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

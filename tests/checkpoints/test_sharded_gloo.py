@@ -1,7 +1,5 @@
 """Sharded and DeepSpeed checkpoints of two real processes, read by one: they hold what the ranks held."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

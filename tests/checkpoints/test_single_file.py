@@ -1,7 +1,5 @@
 """Lightning's single file, from real runs on one device: read whole, and consolidated."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``lightning-mp advise CONFIG``: memory by part, the largest micro-batch, and what is measured here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

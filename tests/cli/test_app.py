@@ -1,7 +1,5 @@
 """The command line: light to start, and one clear line where the input is bad."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``lightning-mp compare`` and ``demo``: a table and two files, and what is refused before anything is built."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """From a file and arguments to the config of each run."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``lightning-mp audit``, ``pins`` and ``env``: what is printed and written, with an exit status for scripts."""
 
-from __future__ import annotations
-
 import json
 import platform
 from importlib.metadata import version

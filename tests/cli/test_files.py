@@ -1,7 +1,5 @@
 """``lightning-mp init`` and ``consolidate``: configs of the package to edit, and weights of a run's checkpoint."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A plan among the Trainer's plugins under Lightning's own LightningCLI: fitted from a file, and refused in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

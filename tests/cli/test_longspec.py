@@ -1,7 +1,5 @@
 """LongSpec's recipe as YAML, and the LoRA of ``CausalLM``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``experiment=longspec`` in two processes under ZeRO-1 trains, and every module ran as docs/how-to/lora.md says."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """What cannot run is refused before a model is built: a plan's faults with their places, the rest as Hydra says it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

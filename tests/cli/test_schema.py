@@ -1,7 +1,5 @@
 """The schema that editors read is that of the dataclasses, takes the shipped files, which name it, and marks typos."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``lightning-mp train`` trains, goes on, sweeps, and leaves what is needed to do it again."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

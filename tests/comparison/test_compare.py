@@ -1,7 +1,5 @@
 """``lightning_mp.compare`` on small modules: what is paired with what, what is measured, and what is left behind."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

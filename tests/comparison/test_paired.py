@@ -1,7 +1,5 @@
 """The paired difference: its interval against Student's t, and the verdict against the margin."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Both of Lightning's names: the copy that a program imports is the one that its plan, strategies and callbacks use."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

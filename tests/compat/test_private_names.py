@@ -1,7 +1,5 @@
 """Private names of the dependencies stand in ``compat/`` alone, and are in every release that the bounds allow."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator

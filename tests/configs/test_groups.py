@@ -1,7 +1,5 @@
 """Every YAML file of the package composes with Hydra alone and builds what it names, in a project of the user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``python -m conformance``: the whole matrix, into docs/conformance.txt and docs/reference/conformance.md."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """One cell on one rank: the fits it is made of, and how it ended."""
 
-from __future__ import annotations
-
 import os
 import traceback
 from dataclasses import dataclass, field

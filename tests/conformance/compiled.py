@@ -1,7 +1,5 @@
 """A few steps of a model that is compiled, beside the same steps of it in eager mode."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import traceback

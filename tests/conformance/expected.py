@@ -1,7 +1,5 @@
 """What a policy declares, worked out from it and from an untouched model: dtypes, schedule, scales, bytes."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Two steps of a family under a mode and a strategy, beside the same two steps of a plain torch loop."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Whether what was observed is what the policy declares. Pure: observations in, a verdict with reasons out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

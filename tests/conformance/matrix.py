@@ -1,7 +1,5 @@
 """Runs the matrix: strategy by strategy, in processes that live as long as nothing goes wrong in them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

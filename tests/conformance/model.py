@@ -1,7 +1,5 @@
 """What cells of plans and optimizers train: a tiny Llama of random weights, on made-up text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

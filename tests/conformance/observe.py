@@ -1,7 +1,5 @@
 """What one fit does, as one rank sees it: dtypes of what is stored, computed, reduced and kept, and every number."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What steps a model: torch's optimizers, and those of other people, written out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

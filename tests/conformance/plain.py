@@ -3,8 +3,6 @@
 It takes each global batch whole, or in the parts that ranks have of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

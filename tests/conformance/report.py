@@ -1,7 +1,5 @@
 """The full tables, docs/conformance.txt, and the matrix in one table, docs/reference/conformance.md."""
 
-from __future__ import annotations
-
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tables: rows of a policy and an optimizer, or of a family and a policy; columns; a sample of the cells."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 ``ddp@pytorch_lightning`` is the strategy ``ddp`` in processes that import Lightning under that name.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

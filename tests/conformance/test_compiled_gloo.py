@@ -1,7 +1,5 @@
 """Compiled runs are the eager runs: a part of the table that ``make conformance`` runs whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The smaller matrix: a row of each table under a few strategies, in real processes; ``make conformance`` runs all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The processes that a session's cases run in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """On every device each mode trains, or is refused in the plan's words before step one; never by torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import get_args, get_type_hints
 

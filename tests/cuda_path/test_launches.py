@@ -1,7 +1,5 @@
 """To unscale gradients, look at them and clip them takes as many operators for many parameters as for few."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """After a run the process is as one that has run nothing, whether the run ended well or in an exception."""
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """``predict_memory`` on a machine with CUDA is a trace, as on one without, and gives the same numbers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """In a warm step the host reads nothing of the device, and waits for nothing, but what one table has."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A plan from a DeepSpeed JSON: thirty real ones, every word of the precision blocks, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """``half_weights=True`` of ZeRO-1 and 2: the host's bytes, and bit for bit the run with fp32 weights."""
 
-from __future__ import annotations
-
 import io
 from copy import deepcopy
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A user's own DeepSpeed JSON merged with the plan's and the Trainer's, and every contradiction between them."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import suppress

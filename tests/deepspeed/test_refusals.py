@@ -1,7 +1,5 @@
 """What a ZeRO strategy refuses before the first step: every fault at once, both values shown, the module untouched."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Groups of one dtype each, whose schedules follow; whole weights loaded; the loss scale that DeepSpeed is told."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO stages under a plan, in two real processes: what they train is what DDP trains."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

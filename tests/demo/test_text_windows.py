@@ -1,7 +1,5 @@
 """Text as training data: the same every time, capped, and refused with a reason where there is none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every fenced block of the documentation is run by something: README, CONTRIBUTING, the examples' page, the site."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

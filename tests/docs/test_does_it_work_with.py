@@ -1,7 +1,5 @@
 """Every answer of how-to/does-it-work-with.md is one that was run: here, or by the test that is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users of mixed precision ask, the heading that answers each, and that the search of the site finds it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import partial

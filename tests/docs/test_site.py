@@ -1,7 +1,5 @@
 """The site as it is built: without a warning, complete, and loading nothing from another server."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

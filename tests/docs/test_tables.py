@@ -1,7 +1,5 @@
 """What the documentation's tables say is so: migrations, modes, conformance, bytes."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Every example runs as its docstring says, and what it prints is true."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import json

@@ -1,7 +1,5 @@
 """``async_save=True``: shards are written while training goes on, and what is not whole is never the newest."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """FSDP2 under a plan, in two real processes: every run is that of DDP, from where a model is made to its last step."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

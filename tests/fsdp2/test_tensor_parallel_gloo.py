@@ -1,7 +1,5 @@
 """Tensor parallelism, alone and with data parallelism: the losses, weights, norms and skips of one device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """How a model is cut into shard units: by what is wrapped, pinned and tied, without anything being changed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """CUDA tests: kernels, clocks and real copies; what the host asks of a device is tested without one, in cuda_path."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled by inductor on CUDA: pins hold in the backward pass, and nothing waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Batch norms over two processes on CUDA, checkpointing's memory, a prediction of it, the command line."""
 
-from __future__ import annotations
-
 import gc
 from itertools import repeat
 from pathlib import Path

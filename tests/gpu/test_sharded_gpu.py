@@ -1,7 +1,5 @@
 """FSDP2, FSDP1 and DeepSpeed on one CUDA device with NCCL: the same as on a single device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Steps on CUDA: dtypes, equality with stock Lightning, skips, clipping, resume, and no wait for the device."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """TF32 on CUDA: what was declared is what products run in, the audit tells it from fp32, and raises no false alarm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The monitors and the guard on CUDA: the numbers of a plain loop, and no waiting."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

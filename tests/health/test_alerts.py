@@ -1,7 +1,5 @@
 """Every rule: what it fires on, and what it leaves alone; healthy runs, recorded and made, have no alert."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """LossScaleMonitor beside every keeper of a scale: what it logs is what the keeper says after each step."""
 
-from __future__ import annotations
-
 import logging
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """The parts of a reading: norms, the loss scale and skips wherever they are kept, FLOPs, and the way to the host."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What TrainingHealth measures, under every plugin of one device: against a plain loop over the same batches."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

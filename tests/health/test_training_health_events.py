@@ -1,7 +1,5 @@
 """What TrainingHealth tells of faulty steps, and what it does about them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """TrainingHealth in two processes: whatever is sharded, the numbers are those of one process that had all batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is recomputed, counted in FLOPs; and that nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

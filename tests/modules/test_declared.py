@@ -1,7 +1,5 @@
 """What a model itself keeps in fp32 stays fp32 under the true modes, as transformers' ``from_pretrained`` keeps it."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

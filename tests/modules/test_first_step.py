@@ -1,7 +1,5 @@
 """What a first step is refused for, and what ordinary models do with pinned weights that is not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from itertools import product

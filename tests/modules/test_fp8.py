@@ -1,7 +1,5 @@
 """Which linear layers are converted, and the reason of each that is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which weights may be gathered in half precision: the rule against what a forward of each model does with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a pattern matches, and the swap of an instance's class for a subclass of it, and back."""
 
-from __future__ import annotations
-
 import pickle
 from abc import ABC
 from typing import Any, Generic, TypeVar

@@ -1,7 +1,5 @@
 """Which pin covers which module; that it runs in its pin's dtype and stays stored in it, whatever is around it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """``Pin(..., accumulate="fp32")``: half operands, the sum and the result in fp32, the half product's gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

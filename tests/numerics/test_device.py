@@ -1,7 +1,5 @@
 """The facts about a device, and TF32: set whatever was set before, and given back exactly."""
 
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Names to dtypes, and casts of whatever modules take and give."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
 from types import MappingProxyType

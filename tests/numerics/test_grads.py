@@ -1,7 +1,5 @@
 """Gradients of one optimizer: one pass that unscales and checks, a norm that does not overflow, a step held back."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss-scale rule as a table, and against the three systems it reproduces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Naming the module in which the first non-finite value was born."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss scaler against ``torch.amp.GradScaler`` on real training, and where it goes beyond it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

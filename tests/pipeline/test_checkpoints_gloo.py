@@ -1,7 +1,5 @@
 """A checkpoint of stages is the one that a single process writes, and is loaded in any number of stages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two stages in two processes, and four in four: what one process does that accumulates a batch a micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What cannot run in stages is refused on every rank before the first step, with what was given and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What a Trainer does beside fitting: validate, test, save and go on, by the registered name, without the steps."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A plan is usable before any Trainer, and can be copied, pickled and printed at any time."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

@@ -1,7 +1,5 @@
 """Activation checkpointing through the plan, on transformers models: same numbers, same names, all given back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Complaint 2 (PL 21435, 18089): clipping acts on true gradients, fused optimizers included, and shows in p.grad."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers that evaluate their closure again within a step: they run as under stock Lightning, unchecked."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan under DDP, in two real processes: ranks agree on every step, and one rank's overflow is everybody's skip."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Where no step is skipped the plan is Lightning's own plugin, bit for bit: losses, gradients, weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What every mode owes whatever it is called, what ``auto`` chooses, and what becomes of a half model."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``fp8-mixed`` on one device: what is computed, when, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

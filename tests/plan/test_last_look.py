@@ -1,7 +1,5 @@
 """A gradient that stops being finite after the backward pass is a non-finite gradient, wherever that happens."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ two that is taken out again; so its weights must equal those of stock Lightning 
 missing or a second division, or a clip of scaled gradients (complaint 2, PL 18089), would show in every bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

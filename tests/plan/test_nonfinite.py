@@ -1,7 +1,5 @@
 """Complaint 6: non-finite steps are skipped within a budget, and the run that stops says where the value came from."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

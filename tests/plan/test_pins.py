@@ -1,7 +1,5 @@
 """Pins in a run: they stay in their dtype, and a product of a pinned weight outside of its forward is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Complaint 7 (PL 21256), and the rest of what a plugin could leave behind in the process: nothing, on any exit."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bad input is refused before the first step, every fault in one error, and the module is as it was."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that was saved and taken up again is the run that was not interrupted: scale, counters, weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

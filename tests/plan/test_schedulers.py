@@ -1,7 +1,5 @@
 """Complaint 1 (PL 5558, 16228, 21339): a skipped step does not advance the learning rate, and is not averaged."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step whose gradients overflow changes nothing, is counted, and lets the run go on as if it had not been."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is advised: precision by the rules, layouts that fit, reasons, refusals with every fault, the file that runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predicted memory is the allocator's, and a prediction leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from itertools import repeat

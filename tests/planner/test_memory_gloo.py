@@ -1,7 +1,5 @@
 """Predicted memory of a rank is what the allocator of one of two processes gives out, and what it holds."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.memory import HELD, SHARDED_CELLS, OfRank, predicted

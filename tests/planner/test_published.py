@@ -1,7 +1,5 @@
 """The planner against 263 published runs: conventions of FLOPs, ranges with each model left out, memory."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Sequence

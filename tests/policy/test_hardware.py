@@ -1,7 +1,5 @@
 """Which device can run which mode, and what ``auto`` means on each."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_mp.policy import PRECISIONS

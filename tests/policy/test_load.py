@@ -1,7 +1,5 @@
 """Configs as plain mappings, whatever they came as, against what Hydra builds from the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

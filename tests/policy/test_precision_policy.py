@@ -1,7 +1,5 @@
 """The policy: what may be written, what it is normalised to, and every fault of it at once."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from dataclasses import FrozenInstanceError, asdict, fields

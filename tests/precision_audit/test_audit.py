@@ -1,7 +1,5 @@
 """``audit``: of a bare module, of one batch through it, and of a Trainer while it runs and afterwards."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

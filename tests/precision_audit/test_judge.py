@@ -1,7 +1,5 @@
 """Whether what was seen is what was declared: a table of sights and verdicts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PrecisionAudit: every fault it is for is found and named, it only reads, and it leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable

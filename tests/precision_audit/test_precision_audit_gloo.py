@@ -1,7 +1,5 @@
 """PrecisionAudit on two processes: what is reduced, what one rank alone does, and no false alarm on any strategy."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import dataclass, field

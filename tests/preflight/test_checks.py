@@ -1,7 +1,5 @@
 """What the doctor says of a model, its device and its run; what can be run to see whether it is true is run."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The doctor as a whole: healthy runs, what it takes, that it leaves everything as it was, and what ``fit`` says."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Where a run writes: one folder, whose files are its own."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

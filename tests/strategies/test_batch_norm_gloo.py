@@ -1,7 +1,5 @@
 """Batch norms on every strategy: with ``sync_batchnorm=True`` they are those of one process with the whole batch."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

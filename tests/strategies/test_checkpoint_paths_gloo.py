@@ -1,7 +1,5 @@
 """Checkpoints that are no local path: by fsspec, by ``file://``, in a format of a CheckpointIO's, of another module."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run saved under one strategy goes on under another: what is carried is equal, what is not is said in one line."""
 
-from __future__ import annotations
-
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path

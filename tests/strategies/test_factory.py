@@ -1,7 +1,5 @@
 """The factory: names and overrides, refused with what was meant, and Trainer arguments."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run may do beside training: on two processes it ends as on one device on the same batches, or is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

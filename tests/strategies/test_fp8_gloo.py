@@ -1,7 +1,5 @@
 """``fp8-mixed`` on two processes: every strategy multiplies the same numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """FSDP1 under a plan, in real processes: the weights are DDP's, the dtypes the plan's, the checkpoints anybody's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A user's script under torchrun and Lightning's own launchers, on loopback, and how it ends if a rank fails."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A plan as words: ``precision=`` with an ``mp_*`` name, plans by name, and the lives that packages lead with them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

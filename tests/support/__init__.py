@@ -1,7 +1,5 @@
 """What the tests share: small real models, real fits, real processes, and a counter of host reads."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import metadata
 

@@ -1,7 +1,5 @@
 """Small models in which one module does not do what the precision says, each in a way that users have done it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Few cells of a product, in which every two of its values meet; the others are for ``make test-whole``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import combinations, product
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """How many bytes cross between ranks in a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback

@@ -1,7 +1,5 @@
 """Whether two runs brought back the same; how far apart they may be if they add up in another order."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping

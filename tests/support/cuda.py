@@ -3,8 +3,6 @@
 ``tests/gpu`` has what only kernels can show: numbers, memory and clocks. What the host does is in ``tests/cuda_path``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Short words for tests of the DeepSpeed JSON: compose it, and count its faults."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The documentation as data: its pages, and the fenced blocks in them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

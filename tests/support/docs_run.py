@@ -1,7 +1,5 @@
 """Runs a page: its Python in one namespace, its files and commands in one folder."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

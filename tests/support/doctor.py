@@ -1,7 +1,5 @@
 """What the doctor's tests ask of it, and the models they ask about."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a user's run may do beside training, under any strategy, to be compared with one device on the same batches."""
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from collections.abc import Callable, Sequence

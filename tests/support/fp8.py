@@ -1,7 +1,5 @@
 """A small language model whose products can run in FP8, and what counts them."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What FSDP2 gathers in half precision: bytes that cross, copies that stay, and runs beside DDP's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

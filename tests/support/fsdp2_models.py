@@ -1,7 +1,5 @@
 """Models that are made on the meta device, cut, refused, or sharded by their users; under FSDP2 in real processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

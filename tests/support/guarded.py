@@ -1,7 +1,5 @@
 """What each rank of a guarded two-process run does; one rank alone is guilty, and the tests look at what came back."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Runs under TrainingHealth in two processes, and what one process makes of the same batches."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """transformers' Llama and GPT-2 from small configs, with peft's LoRA on their attention."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Tiny transformers models from their configs, as LightningModules; nothing is downloaded."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

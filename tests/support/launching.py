@@ -1,7 +1,5 @@
 """Starts a user's script as torchrun or Lightning would, and ends all of it that a test leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

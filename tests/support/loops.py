@@ -1,7 +1,5 @@
 """The plain scaled training loop of torch's documentation, without a trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

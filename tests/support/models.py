@@ -1,7 +1,5 @@
 """Small LightningModules that record what happens to them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A module that breaks in a chosen way on chosen batches, and Lightning's stock precisions to break it under."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A model with batch norms, and what each rank of a run with it does; the tests look at what came back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Optimizers that people use besides torch's plain ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Stock Lightning under the same mode: what the plan is compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

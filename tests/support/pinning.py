@@ -1,7 +1,5 @@
 """Pins applied to a bare module, as the eager engine applies them, and what ran in which dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

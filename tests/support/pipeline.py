@@ -1,7 +1,5 @@
 """Modules cut into stages, and the same batches on one process, as many accumulated as there are micro-batches."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

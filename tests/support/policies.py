@@ -1,7 +1,5 @@
 """Policies to draw, for properties that hold for all of them."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from lightning_mp import FP8, Checkpointing, NonFinite, Pin, PrecisionPolicy

@@ -1,7 +1,5 @@
 """A real Trainer, quiet and on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning_mp.compat.lightning import LightningModule, Trainer

@@ -1,7 +1,5 @@
 """Checkpoints from real runs, with the weights and optimizer states that the ranks held when they were written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints in the middle of an epoch, and data that goes on where a checkpoint left it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any

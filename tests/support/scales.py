@@ -1,7 +1,5 @@
 """Loss-scale rules and sequences of overflows, for hypothesis."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from lightning_mp.policy.pieces import LossScaling

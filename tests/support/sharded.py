@@ -1,7 +1,5 @@
 """What each rank of a run under DDP, FSDP1, FSDP2 or ZeRO does; the tests look at what came back."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

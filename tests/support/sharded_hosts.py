@@ -1,7 +1,5 @@
 """Lightning's own FSDP2, FSDP1 and DeepSpeed strategies on two CPU processes, with nothing of this package in them."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

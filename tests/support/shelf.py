@@ -1,7 +1,5 @@
 """``shelf://``: a bucket, as far as anyone can tell from its addresses; its files lie on the disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What each rank of a run with tensor parallelism does, and the same run on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What TF32 is set to in this process, by torch's older calls and its newer switches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What happened in a run, step by step, as a callback sees it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

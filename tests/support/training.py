@@ -1,7 +1,5 @@
 """What ``lightning-mp train`` is given in tests: small modules by ``_target_``, a short text, and a quiet Trainer."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The charts of a report, whose readings and marks the page's script draws."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A run's folder as it is on disk. A damaged file costs its damaged lines, never the report."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import suppress

@@ -5,8 +5,6 @@ The page is ``report.html.j2``. Its head, style, charts and script are ``base.ht
 :func:`document`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a report says first: how a run ended and why, the pin that was suggested, and a few figures."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A real Chromium without a window, and what a test wants to know of a page in it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Generator

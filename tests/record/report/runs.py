@@ -1,7 +1,5 @@
 """Run folders as the package's own writers leave them, small and the same every time."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

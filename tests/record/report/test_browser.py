@@ -1,7 +1,5 @@
 """The report in a real Chromium: every chart draws its points, on a desk and on a phone, in light and in dark."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any

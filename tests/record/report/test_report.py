@@ -1,7 +1,5 @@
 """The report: what is read, which charts there are, and the file: one, whole, complete in itself, and safe."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

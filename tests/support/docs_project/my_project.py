@@ -1,7 +1,5 @@
 """The project that the documentation's examples train: real, and small enough for a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A user's script, as a launcher starts it: ``python train.py --strategy fsdp2 --out FOLDER``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
