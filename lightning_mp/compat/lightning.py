@@ -225,8 +225,10 @@ def tidy_output(trainer: Any) -> Generator[None, None, None]:
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     added, bar = warnings.filters[0], trainer.progress_bar_callback
     described = getattr(bar, "_get_train_description", None) if trainer.max_epochs == -1 else None
-    without_limit = {"_get_train_description": lambda epoch: described(epoch).replace("/-2", "")} if described else {}
-    with patched(bar, **without_limit):
-        yield
+    if described is not None:
+        bar._get_train_description = lambda epoch: described(epoch).replace("/-2", "")
+    yield
+    if described is not None:
+        del bar._get_train_description
     with suppress(ValueError):  # whoever set filters of its own has dropped it
         cast("list[Any]", warnings.filters).remove(added)

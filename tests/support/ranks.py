@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch.multiprocessing as mp
+from torch.cuda import is_available
 
 #: a case that takes longer hangs, unless an extension of DeepSpeed's is being built, by whichever process
 SECONDS = 120.0
@@ -135,9 +136,11 @@ class Ranks:
     def _start(self) -> None:
         # Importing the hosts takes longer than most cases. The fork server does it once, and its processes begin with
         # that done; what has to be in the environment before an import takes a process that begins with nothing.
-        context: Any = mp.get_context("spawn" if self._environment else "forkserver")
+        # So does a GPU, which those imports touch.
+        preloads = not self._environment and not is_available()
+        context: Any = mp.get_context("forkserver" if preloads else "spawn")
         port, self._started = free_port(), time.time()
-        if not self._environment:
+        if preloads:
             context.set_forkserver_preload(PRELOADED)
         with mock.patch.dict(os.environ, self._environment):
             for rank in range(self.world):
