@@ -75,6 +75,7 @@ class StepEngine(ABC):
         self._module: nn.Module | None = None
         #: which pin covers which module; known after ``check``
         self.pin_map = pins.PinMap((), ())
+        self._places: pins.Places = []
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
@@ -183,6 +184,7 @@ class StepEngine(ABC):
         self._next_check = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -195,7 +197,7 @@ class StepEngine(ABC):
             self.scaler.within_run = False
         self._connected.close()
         self._module, self._loss = None, None
-        self.pin_map, self.recomputed = pins.PinMap((), ()), []
+        self.pin_map, self._places, self.recomputed = pins.PinMap((), ()), [], []
         self.optimizers, self.unchecked, self.pending = [], [], False
         self._parameters, self._trained = [], []
 
@@ -213,8 +215,8 @@ class StepEngine(ABC):
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
-        if self.policy.pins and self._module is not None:
-            pins.refuse_replaced(self._module, self.pin_map)
+        if self._places:
+            pins.refuse_replaced(self._places)
         return self.first_step("training_step")
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
