@@ -1,5 +1,6 @@
 """Pins in a run: they stay in their dtype, and a product of a pinned weight outside of its forward is refused."""
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -73,6 +74,32 @@ class Replaces(Regression):
 def test_a_pinned_module_that_is_replaced_in_a_run_is_refused(whole: bool) -> None:
     with pytest.raises(PlanError, match=r"'net\.3', pinned to fp32 \('net\.3'\), was replaced in the run"):
         fit(Replaces(whole), plugins=[plan_for("bf16-mixed", pins={"net.3": "fp32"})], max_epochs=2)
+
+
+class Counts(Regression):
+    """How many Python calls lie between the start of its last batch and its forward."""
+
+    def __init__(self, norms: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.LayerNorm(FEATURES) for _ in range(norms)), nn.Linear(FEATURES, 1))
+
+    def on_train_batch_start(self, *rest: Any) -> None:
+        self.calls = 0
+        sys.setprofile(self.count)
+
+    def count(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += event == "call"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        sys.setprofile(None)
+        return self.loss(batch)
+
+
+def test_a_step_looks_no_pinned_module_up() -> None:
+    modules = [Counts(norms) for norms in (1, 16)]
+    for module in modules:
+        fit(module, plugins=[plan_for("bf16-mixed", pins={"norms": "fp32"})], max_steps=3)
+    assert modules[0].calls == modules[1].calls > 0
 
 
 class Reader(Regression):
