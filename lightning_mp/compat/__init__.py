@@ -45,10 +45,10 @@ def installed(name: str) -> str:
 
 
 @contextmanager
-def quietly() -> Generator[None, None, None]:
-    """Within, no warning is logged."""
+def quietly(level: int = logging.WARNING) -> Generator[None, None, None]:
+    """Within, nothing of ``level`` or below it is logged."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(level)
     try:
         yield
     finally:

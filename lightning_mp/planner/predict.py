@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat import check_versions
+from lightning_mp.compat import check_versions, quietly
 from lightning_mp.compat.lightning import (
     Callback,
     DummyLogger,
@@ -309,14 +309,12 @@ class OneOfMany(LightningEnvironment):
 @contextmanager
 def _kept() -> Generator[None, None, None]:
     """On exit the process and its rank are as they were; silent within."""
-    rank, disabled = getattr(rank_zero_only, "rank", None), logging.root.manager.disable
+    rank = getattr(rank_zero_only, "rank", None)
     try:
-        logging.disable(logging.ERROR)
-        with process_kept(torch.device("cpu")), warnings.catch_warnings():
+        with quietly(logging.ERROR), process_kept(torch.device("cpu")), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
         cast("Any", rank_zero_only).rank = rank
 
 
