@@ -39,6 +39,13 @@ class Frozen(Ranked):
         self.net[1].bias.requires_grad_(False)
 
 
+class ClipsItself(Ranked):
+    """By torch's function, whose norm of the shards is this rank's alone."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
 def _both(mode: str, module: Any = Even, options: Any = (), **strategy: Any) -> Both:
     return Both(mode, module, dict(options), strategy, "fsdp1")
 
@@ -53,6 +60,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 #: what is DDP's but for the order of sums
 NEAR: dict[str, Both] = {
     **{name: _both("16-mixed", OVERFLOWS, CLIP, **strategy) for name, strategy in SHARDINGS.items()},
+    "clips itself": _both("16-mixed", partial(ClipsItself, even=True)),
     "value": _both("bf16-mixed", options=BY_VALUE),
     "accumulate": _both("bf16-mixed", options={"accumulate_grad_batches": 2}),
     "frozen": _both("bf16-mixed", Frozen, CLIP),
