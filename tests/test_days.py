@@ -41,8 +41,6 @@ Day = Callable[[Make], Regression]
 
 
 class Net(Regression):
-    """With a backbone and a validation loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.head = nn.Sequential(self.net[0], self.net[1]), self.net[3]
@@ -54,8 +52,6 @@ class Net(Regression):
 
 
 class Stops(Callback):
-    """An exception of the user's in the middle of a run."""
-
     def __init__(self, at: int) -> None:
         self.at = at
 
@@ -145,7 +141,6 @@ DAYS: dict[str, Day] = {
 
 
 def _live(day: Day, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: Callable[[], dict[str, Any]]) -> Any:
-    """The day in a folder that has files of the user's: the weights at its end."""
     folder.mkdir()
     monkeypatch.chdir(folder)
     for name in MINE:
@@ -186,7 +181,6 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def stock_runs() -> dict[Any, Any]:
-    """The weights that stock Lightning leaves, by day and precision."""
     return {}
 
 

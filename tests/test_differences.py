@@ -41,23 +41,17 @@ MODELS = {
 
 
 class Fp8UnderAutocast(nn.Module):
-    """Casts to FP8 and back, where autocast is on."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x.to(torch.float8_e4m3fn).to(x.dtype) if torch.is_autocast_enabled("cpu") else x * 1
 
 
 class Centred(nn.Module):
-    """Takes the mean of large numbers from them, in the dtype that comes in."""
-
     def forward(self, x: Tensor) -> Tensor:
         large = x + 100
         return large - large.mean(-1, keepdim=True)
 
 
 class Backward(torch.autograd.Function):
-    """The identity, whose gradient in half precision is a tenth too large."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()

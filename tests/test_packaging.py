@@ -29,7 +29,6 @@ def heavy_modules_after(statement: str) -> list[str]:
 
 
 def required_by(extra: str) -> set[str]:
-    """The packages that an extra brings itself, extras of this package included in it followed."""
     found: set[str] = set()
     for requirement in map(Requirement, requires(PACKAGE) or []):
         if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
@@ -111,7 +110,6 @@ def test_an_install_line_in_a_text_names_the_checkout_and_extras_that_it_has() -
 
 
 def test_the_line_for_a_missing_extra_installs_its_package_from_an_index() -> None:
-    """pip itself reads the lines, and finds that all of it is installed."""
     words: list[str] = []
     for package, extra in sorted(RAISED):
         pip, install, *rest = shlex.split(install_line(package, extra))

@@ -20,8 +20,6 @@ WIDTH = 32
 
 
 class Mlp(nn.Module):
-    """Rows through blocks with norms and dropout; returns a loss."""
-
     def __init__(self) -> None:
         super().__init__()
         block = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.2)]
@@ -57,8 +55,6 @@ class Heads(nn.Module):
 
 
 class Router(nn.Module):
-    """Weights for four experts, of logits in the hundreds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, 4)
@@ -87,8 +83,6 @@ def _batches() -> list[tuple[Tensor, Tensor]]:
 
 
 class OfFamily(LightningModule):
-    """One of conformance's families, and its own loss."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self.family, self.model = FAMILIES[name], FAMILIES[name].model()
@@ -132,9 +126,6 @@ def test_what_does_harm_is_found(name: str) -> None:
     assert f"pins={advice.pins!r}" in text
     assert "bytes" in text
     assert advice.to_dict()["pins"] == advice.pins
-
-
-# ---------------------------------------------------------------------- the backward pass alone
 
 
 class Written(nn.Module):
@@ -192,9 +183,6 @@ def test_where_no_pin_helps_it_is_the_scale_that_would_do() -> None:
     again = suggest_pins(Loud(), _batches(), MixedPrecisionPlan("16-mixed", loss_scaling=rule))
     assert (again.pins, again.scale) == ({}, None)
     assert again.error_before < advice.error_before / 2
-
-
-# ---------------------------------------------------------------------- FP8
 
 
 class Sunk(nn.Module):
@@ -259,9 +247,6 @@ def test_a_layer_whose_numbers_fp8_flushes_to_zero_is_named_with_its_gain(case: 
     assert advice.suggested().fp8 == FP8(recipe=recipe, small="convert", skip=("head", "mix"))  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------- confirmed by runs
-
-
 def test_what_is_suggested_is_confirmed_by_paired_runs_when_asked() -> None:
     module = Normed()
     before = state_of(module)
@@ -277,9 +262,6 @@ def test_what_is_suggested_is_confirmed_by_paired_runs_when_asked() -> None:
     assert advice.to_dict()["confirmed"] is True
 
 
-# ---------------------------------------------------------------------- what is left
-
-
 class Steps(Regression):
     """A LightningModule that logs, keeps what it saw, and draws random numbers."""
 
@@ -291,8 +273,6 @@ class Steps(Regression):
 
 
 class Raises(Mlp):
-    """Fails in its third forward."""
-
     calls = 0
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -320,8 +300,6 @@ def test_everything_is_given_back_untouched(kind: Any, precision: str) -> None:
 
 
 class NoLoss(LightningModule):
-    """Returns no loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(WIDTH, 1)
@@ -331,8 +309,6 @@ class NoLoss(LightningModule):
 
 
 class Later(NoLoss):
-    """Made when the run begins."""
-
     def __init__(self) -> None:
         LightningModule.__init__(self)
 

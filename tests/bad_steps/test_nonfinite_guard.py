@@ -65,7 +65,6 @@ MADE = [(mode, name) for mode in STOCK for name in OPTIMIZERS if (mode, name) !=
 
 
 def _often(mode: str, name: str) -> bool:
-    """Every optimizer with and without a loss scale, and every mode with two of them."""
     return mode in ("32-true", "16-mixed") or name in ("adamw", "fused")
 
 
@@ -77,7 +76,6 @@ def _often(mode: str, name: str) -> bool:
     ],
 )
 def test_a_skipped_step_is_one_that_never_was(guard: Any, how: str, name: str, mode: str) -> None:
-    """Weights and all optimizer state equal those of a run without the batch: no decay, no moment, no step count."""
     traces, bad = (Trace(), Trace()), (0, 3, 4)
     broken, clean = (Breaks(how, bad_, OPTIMIZERS[name]) for bad_ in (bad, ()))
     watched = guard()
@@ -93,7 +91,6 @@ def test_a_skipped_step_is_one_that_never_was(guard: Any, how: str, name: str, m
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_ordinary_overflow_is_left_to_stocks_scaler(guard: Any, fused: bool, tmp_path: Path) -> None:
-    """Weights, optimizer state, scale and growth tracker are those of a run without the guard."""
     make = partial(AdamW, lr=1e-2, eps=1e-4, fused=fused)
     watched, traces, plugins = guard(max_consecutive=0), (Trace(), Trace()), [stock_for("16-mixed") for _ in range(2)]
     one, other = (Regression(make, overflow_at=(0, 3, 4)) for _ in range(2))
@@ -159,9 +156,6 @@ def test_applying_no_step_is_an_error(guard: Any, mode: str, how: str, steps: in
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
 
 
-# ---------------------------------------------------------------------- manual optimization and other optimizers
-
-
 @every_mode
 @pytest.mark.parametrize("which", ["net", "other", "net other"])
 def test_of_several_optimizers_the_bad_one_skips(guard: Any, which: str, mode: str) -> None:
@@ -196,9 +190,6 @@ def test_a_gradient_that_a_hook_of_the_module_spoils_is_skipped_and_named(guard:
     assert (watched.skipped_steps, watched.applied_steps) == (1, 7)
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
     assert "on_before_optimizer_step" not in vars(module)
-
-
-# ---------------------------------------------------------------------- the callback itself
 
 
 @pytest.mark.parametrize("budget", [-1, True, 1.5])

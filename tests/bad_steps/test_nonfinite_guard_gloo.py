@@ -33,7 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_ranks_skip_name_the_guilty_one_and_save_its_batch(
     ranks: Ranks, folder: Path, host: str, mode: str, how: str
 ) -> None:
-    """Weights are those of a run without the batch."""
     guarded, ordinary = Guarded(host, mode, how, folder), mode == "16-mixed" and how == "gradient"
     one, other = ranks.run(guarded)
     assert one["events"] == other["events"]

@@ -18,8 +18,6 @@ from support.running import fit
 
 
 class Asks(Callback):
-    """Asks after chosen batches' backward pass, or where they end."""
-
     def __init__(self, *at: int, when: str = "step") -> None:
         self.replayer, self.at, self.when = Replayer(), at, when
         self.diagnoses: list[Diagnosis] = []
@@ -46,7 +44,6 @@ def _asked(module: LightningModule, *at: int, when: str = "step", **options: Any
 
 
 def test_a_window_is_gone_after_its_step() -> None:
-    """Of 8 micro-batches in two windows no more than one window lives."""
     alive: list[int] = []
     seen: list[weakref.ref[Tensor]] = []
 
@@ -102,7 +99,6 @@ class Trace(Callback):
 
 @pytest.mark.parametrize(("mode", "when", "accumulate"), sampled(STOCK, ["step", "end"], [1, 2]))
 def test_a_replay_leaves_no_trace(mode: str, when: str, accumulate: int) -> None:
-    """On every batch, in a run with dropout, batch statistics, metrics, counters and logs."""
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": 2, **stock_for(mode)}
     asked, plain, traces = Remembers("gradient"), Remembers("gradient"), (Trace(), Trace())
     asks = Asks(*range(8), when=when)

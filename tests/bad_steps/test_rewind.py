@@ -44,8 +44,6 @@ def _every(folder: Path, steps: int, **options: Any) -> ModelCheckpoint:
 
 @dataclass
 class Rewinds:
-    """Who rewinds, as Trainer arguments, and what it wrote."""
-
     kind: str
     run: Path
 
@@ -80,8 +78,6 @@ def _scheduled(module: Breaks) -> Breaks:
 
 
 class Scales(Callback):
-    """The stock scaler's scale after every batch."""
-
     def __init__(self) -> None:
         self.scales: list[float] = []
 
@@ -149,7 +145,6 @@ def test_the_budget_of_the_guard_holds_for_rewinds_too(tmp_path: Path) -> None:
 
 
 def test_the_plan_rewinds_once_its_budget_is_spent(tmp_path: Path) -> None:
-    """Two skips are allowed; the third rewinds, and the next one is the first of a new row."""
     planned, trace = Rewinds("plan", tmp_path / "run"), Trace()
     module = Spoilt("loss", (5, 6, 7), at=4)
     runner = planned.fit(module, trace, _every(tmp_path / "saved", 4), max_consecutive=2)

@@ -30,8 +30,6 @@ CONTEXTS: dict[str, Any] = {
 
 
 class Draws(Breaks):
-    """Draws from every generator in its forward, and remembers the losses it came to."""
-
     def __init__(self, how: str, **options: Any) -> None:
         super().__init__(how, **options)
         self.net.insert(4, nn.Dropout(0.5))
@@ -73,7 +71,6 @@ def test_it_holds_the_batch_and_the_generators(tmp_path: Path, mode: str) -> Non
 
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])
 def test_it_runs_again_to_the_same_loss_and_the_same_module(tmp_path: Path, mode: str) -> None:
-    """With dropout, and numbers from Python's and numpy's generators in the loss."""
     module = Draws("gradient", bad=(0,))
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     seed_everything(3, verbose=False)

@@ -74,7 +74,6 @@ def _process() -> list[Any]:
 
 
 def _shape(module: LightningModule) -> list[Any]:
-    """What a module is, but for the numbers in it."""
     return [
         [type(m) for m in module.modules()],
         {name: (p.dtype, id(p)) for name, p in module.named_parameters()},
@@ -215,8 +214,6 @@ def test_all_of_them_work_together(order: Any) -> None:
 
 
 class Unoptimized(Regression):
-    """One that only looks at its batches."""
-
     seen = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -243,8 +240,6 @@ ORDERS = [order for count in (1, 2) for order in permutations(WATCHING, count)]
 
 
 class LeftOut(Regression):
-    """The first batch of the first epoch ends it."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if self.trainer.current_epoch == 0 else None
 

@@ -35,25 +35,19 @@ class Saved:
         self.ranks, self.folder = ranks, folder
 
     def held(self, host: str) -> list[dict[str, Any]]:
-        """What both ranks held."""
         return self.ranks.run(Kept(host, self.folder))
 
     def path(self, host: str, step: int = RECORDED) -> Path:
-        """The checkpoint of a step."""
         self.held(host)
         return Kept(host, self.folder).path(step)
 
     def copy(self, host: str, folder: Path) -> Path:
-        """One to spoil."""
         return Path(shutil.copytree(self.path(host), folder / "copy.ckpt"))
 
 
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(ranks, tmp_path_factory.mktemp("hosts"))
-
-
-# ------------------------------------------------------------------ reading
 
 
 @pytest.mark.parametrize("host", [*SHARDED, *ZERO, *ZERO_BF16])
@@ -111,9 +105,6 @@ def test_optimizer_states_load_into_a_plain_optimizer(saved: Saved, host: str) -
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**RECORDED)
 
 
-# ------------------------------------------------------------------ what is refused
-
-
 @pytest.mark.parametrize(
     ("host", "lost", "says"),
     [
@@ -152,9 +143,6 @@ def test_a_file_cut_short_is_named_in_one_line(saved: Saved, tmp_path: Path, hos
     assert "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------- killed
-
-
 #: which file of a checkpoint, of those that rank 0 opens to write, it does not come to the end of
 FILES = {"fsdp2": 2, "zero2": 2, "zero3": 1}
 EACH = ["fsdp2", *(pytest.param(host, marks=pytest.mark.slow) for host in ("zero2", "zero3"))]
@@ -162,8 +150,6 @@ EACH = ["fsdp2", *(pytest.param(host, marks=pytest.mark.slow) for host in ("zero
 
 @dataclass(frozen=True)
 class Save:
-    """So many steps, then a checkpoint; what is in it. On rank 0 the process is killed when it opens a ``file``."""
-
     host: str
     steps: int
     path: str
@@ -180,8 +166,6 @@ class Save:
 
 
 class Killer:
-    """Ends the process when it opens that many files to write."""
-
     def __init__(self, file: int) -> None:
         self.left = file
 

@@ -32,15 +32,11 @@ def held() -> Held:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, held: Held) -> Path:
-    """A checkpoint of ``held``, whose weights are still those of the module."""
     return _saved(tmp_path_factory.mktemp("single"), held, MixedPrecisionPlan("bf16-mixed"))
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-
-
-# ------------------------------------------------------------------ reading
 
 
 def test_a_file_is_read_as_it_is(saved: Path, held: Held) -> None:
@@ -78,9 +74,6 @@ def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     for name in ("text", "short", "safe"):
         with pytest.raises(CheckpointFormatError, match=r"torch\.save did not write it, or not to its end"):
             read_full(files[name])
-
-
-# ------------------------------------------------------------------ consolidating
 
 
 @pytest.mark.parametrize("suffix", WRITTEN)
@@ -161,9 +154,6 @@ def test_transformers_loads_what_is_under_model(tmp_path: Path) -> None:
             )
             assert not any(info.values()), info
             assert same_weights(full_state(loaded), full_state(model))
-
-
-# ---------------------------------------------------------------------- formats
 
 
 def _touch(folder: Path, *names: str) -> Path:

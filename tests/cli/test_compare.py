@@ -48,14 +48,11 @@ def test_every_fault_before_a_model_is_built(tmp_path: Path, own_folder: None) -
     assert not Path("runs").exists()
 
 
-# ---------------------------------------------------------------------- demo, with its output in a pipe
-
 RAN = ("fp32", "bf16", "bf16-ckpt", "fp16")
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What a short demo printed, and its folder; nothing was said on stderr."""
     out = tmp_path_factory.mktemp("demo") / "out"
     command = [sys.executable, "-m", "lightning_mp", "demo", "--steps", "3", "--out", str(out)]
     root = Path(__file__).parents[2]

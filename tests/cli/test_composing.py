@@ -97,7 +97,6 @@ def test_file_groups_and_arguments_are_one_config(name: str, tmp_path: Path) -> 
 
 
 def test_the_file_may_stand_anywhere_and_its_path_may_have_an_equals_sign(tmp_path: Path) -> None:
-    """As the config of a run of a sweep has."""
     path = write(tmp_path, PLAIN, "plan=fp16/config.yaml")
     assert one(path, "seed=3").seed == 3
     with composing.composed(["plan=fp16", path, "seed=3"], "train", Faults("test")) as (config, places):
@@ -143,8 +142,6 @@ def test_hydra_is_left_as_it_was(tmp_path: Path) -> None:
     assert not GlobalHydra.instance().is_initialized()
     assert set(ConfigStore.instance().repo) == before
 
-
-# ---------------------------------------------------------------------- a project of Hydra's own making
 
 #: train.yaml of lightning-hydra-template, with a plan in it, and the groups that it chooses from
 TEMPLATE = {
@@ -211,7 +208,6 @@ def checked(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_template_most_projects_begin_with_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its choices that need not be there, its logging that is not installed, and the folder it writes to."""
     monkeypatch.setenv("PROJECT_ROOT", str(tmp_path))
     path, home = template(tmp_path), f"{tmp_path}/logs/train/runs/{time.strftime('%Y')}"
     config = checked(path)

@@ -40,9 +40,6 @@ def test_bad_input_is_status_2_and_one_message(arguments: tuple[str, ...], says:
     assert "Traceback" not in result.stderr
 
 
-# ---------------------------------------------------------------------- audit
-
-
 def test_as_declared_is_status_0_a_table_and_its_files(tmp_path: Path) -> None:
     result = _run("audit", "experiment=llama_tiny", "plan=bf16", *SMALL, f"run_dir={tmp_path}")
     assert result.exit_code == 0, result.output
@@ -86,8 +83,6 @@ def test_a_module_that_is_not_as_declared_is_status_1(tmp_path: Path) -> None:
     assert not json.loads((tmp_path / "run" / "audit.json").read_text())["ok"]
 
 
-# ---------------------------------------------------------------------- pins
-
 RUN_OF_A_NORM = """\
 plan: 16-mixed
 model: {_target_: test_pin_advice.Normed}
@@ -112,8 +107,6 @@ def test_what_is_suggested_is_confirmed_when_asked(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert (found["pins"], found["confirmed"]) == ({"norm": "fp32"}, True)
 
-
-# ---------------------------------------------------------------------- env
 
 T4 = Device("cuda", "Tesla T4", (7, 5), "none", 16 * 2**30)
 OLD_CPU = Device("cpu", "CPU", None, "emulated")

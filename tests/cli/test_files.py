@@ -71,9 +71,6 @@ def test_an_unknown_name_and_a_file_that_is_there_are_refused(name: str, says: s
     assert Path("llama_tiny.yaml").read_text() == "mine"
 
 
-# ---------------------------------------------------------------------- consolidate
-
-
 class WithExtraState(Regression):
     def get_extra_state(self) -> dict[str, int]:
         return {"version": 1}
@@ -81,7 +78,6 @@ class WithExtraState(Regression):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a run whose norms are pinned."""
     folder = tmp_path_factory.mktemp("run")
     plan = MixedPrecisionPlan("bf16-mixed", pins={"norms": "fp32"})
     fit(WithExtraState(), callbacks=[SaveAt(folder, 8)], plugins=[plan])

@@ -38,8 +38,6 @@ trainer:
 
 
 class Fed(Net):
-    """It brings its own data."""
-
     def train_dataloader(self) -> Any:
         return loader(12)
 
@@ -66,7 +64,6 @@ def test_a_misspelt_key_is_named(
 
 
 def test_the_plan_by_its_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The parser finds it among the subclasses of Lightning's class, once the script has imported it."""
     path = write(tmp_path, "model: {width: 4}\ntrainer: {accelerator: cpu, logger: false}")
     plugins = ("--trainer.plugins=MixedPrecisionPlan", "--trainer.plugins.precision=16-mixed")
     plan = cli(path, monkeypatch, *plugins).trainer.precision_plugin

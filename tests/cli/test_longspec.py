@@ -20,9 +20,6 @@ def shown(*arguments: str) -> dict[str, Any]:
     return yaml.safe_load(said[0])
 
 
-# ---------------------------------------------------------------------- the YAML
-
-
 def test_the_yaml_says_the_recipe() -> None:
     config = shown("experiment=longspec")
     assert config["plan"]["tf32"] == "high"
@@ -34,9 +31,6 @@ def test_the_yaml_says_the_recipe() -> None:
     assert (config["model"]["lr"], config["model"]["betas"]) == (5e-4, [0.9, 0.95])
     assert config["trainer"]["accelerator"] == "auto"
     assert (config["trainer"]["accumulate_grad_batches"], config["trainer"]["gradient_clip_val"]) == (2, 1.0)
-
-
-# ---------------------------------------------------------------------- LoRA by CausalLM
 
 
 def test_lora_freezes_all_but_the_adapters() -> None:

@@ -48,9 +48,6 @@ def test_the_bar_shows_the_loss_and_the_scale(tmp_path: Path) -> None:
     assert (shown["scale"], shown["loss"]) == ("64", f"{health.rows[-1]['train/loss']:.4g}")
 
 
-# ---------------------------------------------------------------------- every file of the package runs
-
-
 @pytest.mark.parametrize("plan", ["longspec", "bf16_true", "auto"])
 def test_a_plan_of_the_package_trains_the_default_model(plan: str) -> None:
     run(f"plan={plan}", "run_dir=out", *QUICK)
@@ -75,9 +72,6 @@ SMALL = {
 def test_an_experiment_of_the_package_runs_with_only_its_size_changed(name: str) -> None:
     run(f"experiment={name}", *QUICK[1:], "trainer.accelerator=cpu", "run_dir=out", *SMALL[name])
     assert len(losses("out")) == 2
-
-
-# ---------------------------------------------------------------------- any LightningModule
 
 
 def _process() -> tuple[list[str], dict[str, str]]:
@@ -142,9 +136,6 @@ def test_a_plan_may_be_a_precision_or_a_call(plan: str, tmp_path: Path) -> None:
     kept = torch.load(Path("out") / "checkpoints" / "last.ckpt", weights_only=True)
     name = "TruePlan" if "TruePlan" in plan else "MixedPrecisionPlan"
     assert kept[name]["policy"]["precision"] == "bf16-true"
-
-
-# ---------------------------------------------------------------------- the command
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

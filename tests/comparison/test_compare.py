@@ -29,8 +29,6 @@ QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable
 
 
 class Net(LightningModule):
-    """Two layers with dropout between them, which learn a fixed linear map."""
-
     def __init__(self, fails: str = "") -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -126,7 +124,6 @@ def test_what_is_measured() -> None:
 
 
 def _wrong(product: Any) -> Any:
-    """The product of weights whose scale is 64 times too small."""
 
     def make(recipe: str, *, emulate: bool) -> Any:
         multiply = product(recipe, emulate=emulate)
@@ -220,9 +217,6 @@ def test_weights_that_differ_are_refused() -> None:
     counter = iter(range(1, 9))
     with pytest.raises(PlanError, match="plan began with other weights"):
         compared("32-true,32-true", module, seeds=1)
-
-
-# ---------------------------------------------------------------------- plans
 
 
 def test_names(tmp_path: Path) -> None:

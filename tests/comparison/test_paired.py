@@ -54,8 +54,6 @@ def test_the_interval_is_the_means_second_minus_first() -> None:
     assert found.margin == pytest.approx(0.005)
 
 
-# ---------------------------------------------------------------------- the page
-
 STEPS = 20
 
 

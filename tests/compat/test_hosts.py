@@ -15,15 +15,12 @@ COPIES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def printed(code: str, cwd: Path | None = None) -> str:
-    """What a fresh Python printed."""
     paths = environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=paths, cwd=cwd, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
-
-# ---------------------------------------------------------------------- both in one process
 
 BOTH = """
 import {first} as ours
@@ -76,15 +73,11 @@ print(json.dumps({{"said": said, "losses": module.losses}}))
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [COPIES, pytest.param(*COPIES[::-1], marks=WHOLE)])
 def test_the_trainer_of_the_other_copy_is_refused(first: str, second: str, tmp_path: Path) -> None:
-    """Where both are in one process, with what to write."""
     result = json.loads(printed(BOTH.format(first=first, second=second), tmp_path).splitlines()[-1])
     for way, said in result["said"].items():
         assert f"of {second} where lightning_mp uses {first}" in said, way
         assert f"Write 'import {first} as pl' throughout, or 'import {second}' before every other import." in said, way
     assert len(result["losses"]) == 8  # its own Trainer is served
-
-
-# ---------------------------------------------------------------------- what is loaded
 
 
 @pytest.mark.slow

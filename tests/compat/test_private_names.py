@@ -36,12 +36,8 @@ DISTRIBUTIONS = {"deepspeed": "deepspeed", "lightning": "lightning", "torch": "t
 LEFT_OUT = ("_inductor", "testing", "include", "onnx", "_dynamo", "_refs", "sparse", "ao", "models")
 
 
-# ------------------------------------------------------------------ they are there
-
-
 @cache
 def _words(package: str) -> set[str]:
-    """Every name in the sources and stubs of an installed package."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return set()
@@ -61,16 +57,12 @@ def test_attributes_that_nobody_promises_are_in_what_is_installed(package: str) 
 
 
 def test_every_private_name_is_in_what_is_installed() -> None:
-    """Those that ``compat/`` uses, and those that a class of this package overrides or uses of its base class."""
     absent = () if find_spec("torchao") else ("torchao.py",)  # the oldest releases are installed without it
     trees = [tree for path, tree in _trees().items() if path.name not in absent]
     used = {name for tree in trees for *_, name, _ in _uses(tree) if _private(name)} - _defined(trees)
     there = set[str]().union(*(_words(package) for package in DISTRIBUTIONS), _words("transformers"))
     assert used - there - _ALLOWED == set()
     assert {"_amp_update_scale_", "_should_accumulate", "_get_fsdp_state", "_cast_module_mixed_precision"} <= used
-
-
-# ------------------------------------------------------------------ releases out of bounds
 
 
 @pytest.mark.parametrize("name", VERSIONS)
@@ -111,8 +103,6 @@ def test_a_release_out_of_bounds_is_refused(name: str, release: str, monkeypatch
             start()
         assert [str(fault) for fault in caught.value.faults] == [said]
 
-
-# ------------------------------------------------------------------ nowhere else
 
 #: documented by Python, and Hydra's keywords
 _ALLOWED = {"_getframe", "_convert_", "_target_", "_args_", "_partial_", "_recursive_"}
@@ -158,7 +148,6 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _called(call: ast.Call) -> str:
-    """The last part of the name of what is called."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
@@ -194,8 +183,6 @@ def test_no_private_name_of_a_dependency_is_used_outside_of_compat() -> None:
     ]
     assert found == [], "\n".join(found)
 
-
-# ------------------------------------------------------------------ no import hides from import-linter
 
 #: the frozen lists of public names that load on first use, and the registry's of the strategies beside it
 LAZY = {"__init__.py", "callbacks.py", "strategies/registry.py"}

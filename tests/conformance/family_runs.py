@@ -52,9 +52,6 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): tensor for name, tensor in named}
 
 
-# ---------------------------------------------------------------------- the plain loop
-
-
 def reference(row: FamilyRow) -> Reference:
     start = {name: _whole(tensor) for name, tensor in _tensors(row.of.model()).items()}
     rates = _rates(row.of)
@@ -156,9 +153,6 @@ def _loss(model: nn.Module, loss: Any, batch: Any, policy: Policy) -> Tensor:
         return loss(model, apply_to_collection(batch, Tensor, _to(half)))
 
 
-# ---------------------------------------------------------------------- the plan
-
-
 class Learner(LightningModule):
     """Each rank trains on its own batch: automatically on one loss, by hand on several."""
 
@@ -215,9 +209,6 @@ def _whole(tensor: Tensor) -> Tensor:
         local, options = bits(tensor.to_local()), {"shape": tensor.shape, "stride": tensor.stride()}
         tensor = DTensor.from_local(local, tensor.device_mesh, tensor.placements, **options).full_tensor()
     return bits(tensor).clone()
-
-
-# ---------------------------------------------------------------------- the verdict
 
 
 def judge(row: FamilyRow, outcomes: Sequence[Outcome], reference: Reference) -> Verdict:

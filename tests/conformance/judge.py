@@ -67,9 +67,6 @@ def judge(strategy: str, row: Row, cells: Sequence[Cell], reference: Run | None)
     return Verdict(DIFFERS if differences else SAME, differences, figures)
 
 
-# ---------------------------------------------------------------------- dtypes
-
-
 def _dtypes(row: Row, mains: Sequence[Run]) -> Iterator[str]:
     policy = row.policy
     computed, handed_on = expected.computed(row), expected.handed_on(row)
@@ -141,9 +138,6 @@ def _summary(mains: Sequence[Run]) -> dict[str, str]:
         "reduced": _list(f"{dtype} {name}" for name, dtype in run.reduced) or "-",
         "state": _list(run.state),
     }
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 def tolerance(row: Row) -> float:
@@ -218,9 +212,6 @@ def _ended_at(row: Row, mains: Sequence[Run], reference: Run, figures: dict[str,
     if off[name] > limit:
         many = sum(far > limit for far in off.values())
         yield f"weights: {name} ended {off[name]:.1e} of its way from the plain loop's; so did {many - 1} others"
-
-
-# ---------------------------------------------------------------------- steps, skips and scales
 
 
 def _steps(

@@ -18,7 +18,6 @@ ROWS, STRATEGIES = TABLES["compiled"]
 
 
 def _sample(backend: str) -> list[tuple[str, str]]:
-    """Cells in which every two of strategy, way, mode, pins, checkpointing and callbacks occur."""
     rows = [row for row in ROWS if COMPILED_ROWS[row].backend == backend]
     return choose([(strategy, row) for strategy in STRATEGIES for row in rows], "compiled")
 
@@ -41,7 +40,6 @@ SECONDS = 280.0
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, Ranks]]:
-    """One process, and two."""
     with Ranks(1, SECONDS) as one, Ranks(2, SECONDS) as two:
         yield {1: one, 2: two}
 

@@ -69,7 +69,6 @@ CONFUSED = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Cell, Run]]:
-    """Every policy that ran, on one device and in the plain loop."""
     names = {run for run, _, _ in CONFUSED.values()}
     folder = tmp_path_factory.mktemp
     return {name: (run_cell("single", name, str(folder(name))), plain.reference(PLAN[name])[1]) for name in names}

@@ -46,9 +46,6 @@ WARM = 4
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
-# ---------------------------------------------------------------------- what the host does
-
-
 def site() -> str:
     """Who asked, past torch's way from Python to an operator."""
     frame = sys._getframe(1)
@@ -159,9 +156,6 @@ class Watched(TorchDispatchMode):
             return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
 
-# ---------------------------------------------------------------------- what is trained
-
-
 class Block(nn.Module):
     """Pre-norm, residual; its sizes are multiples of FP8's."""
 
@@ -200,9 +194,6 @@ class Net(LightningModule):
             return optimizer
         rule = torch.optim.lr_scheduler.LinearLR(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rule, "interval": "step"}}
-
-
-# ---------------------------------------------------------------------- a fit
 
 
 @dataclass(frozen=True)

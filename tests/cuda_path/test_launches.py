@@ -37,8 +37,6 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Launched:
-    """How many operators each of ``STEPS`` takes for so many parameters of a dtype."""
-
     dtype: str
     counts: tuple[int, ...]
 

@@ -37,7 +37,6 @@ OFTEN = ("tf32", "bf16-mixed, pins, checkpointing", "fsdp2")
 
 
 def _state() -> dict[str, Any]:
-    """Every switch of the process that a plan, or what it uses, could set."""
     backends, cuda, functorch = torch.backends, torch.backends.cuda, torch._functorch.config
     kinds = ("cuda", "cpu")
     return {
@@ -64,8 +63,6 @@ def _state() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Left:
-    """The state of a process in which ``fit`` ran, or nothing did."""
-
     fit: Fit | None = None
 
     def run(self) -> dict[str, Any]:

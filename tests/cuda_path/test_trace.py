@@ -43,8 +43,6 @@ class Traced:
 
 @dataclass(frozen=True)
 class Large:
-    """A Llama of 8B on the meta device: the prediction, and the seconds that it took."""
-
     ranks: int
     strategy: str = "fsdp2"
     options: Mapping[str, Any] = field(default_factory=dict)

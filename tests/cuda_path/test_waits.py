@@ -153,8 +153,6 @@ def test_callbacks_without_a_plan_wait_where_the_table_says(cuda: Processes) -> 
 
 @dataclass(frozen=True)
 class Asks:
-    """A copy to the host that is computed with, and a read; what is seen of them."""
-
     waits: bool
 
     def run(self) -> tuple[list[str], dict[str, int]]:

@@ -81,7 +81,6 @@ def test_a_real_config_is_read_or_refused_with_its_reasons(name: str) -> None:
 
 
 def told(notes: DeepSpeedNotes, key: str) -> bool:
-    """Whether a top-level key stands in the notes, itself or entry by entry."""
     return any(
         name == key or name.startswith(f"{key}.") for kind in (notes.taken, notes.left, notes.refused) for name in kind
     )
@@ -186,9 +185,6 @@ def test_any_json_is_read_with_every_key_told_or_refused(config: dict[str, Any])
     assert notes is None or [key for key in config if not told(notes, key)] == []
 
 
-# ---------------------------------------------------------------------- files, and the lists of keys
-
-
 def test_a_file_a_mapping_and_omegaconf_read_as_the_same_plain_dict(tmp_path: Path) -> None:
     small = {"fp16": {"enabled": True, "loss_scale": 0}, "optimizer": {"params": {"betas": [0.9, 0.95]}}}
     path = tmp_path / "ds.json"
@@ -218,8 +214,6 @@ def test_the_lists_of_keys_are_the_installed_deepspeeds() -> None:
     for name, model in {"fp16": precision.DeepSpeedFP16Config, "bf16": precision.DeepSpeedBF16Config}.items():
         assert set(BLOCKS[name]) == set(model.model_fields), name
 
-
-# ---------------------------------------------------------------------- written
 
 WRITABLE = ("32-true", "bf16-mixed", "16-mixed")
 BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

@@ -24,8 +24,6 @@ pytestmark = pytest.mark.gloo
 
 
 class Held(Callback):
-    """What this rank holds before the first step, and what the weights were before the run."""
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.original = {name: one.detach().clone() for name, one in pl_module.named_parameters()}
 
@@ -43,8 +41,6 @@ class Held(Callback):
 
 @dataclass(frozen=True)
 class Beside:
-    """A run, and the same one with fp32 weights."""
-
     host: str
     mode: str
     module: Any
@@ -65,8 +61,6 @@ class Beside:
 
 
 class Compiled(Many):
-    """Its blocks are compiled."""
-
     def __init__(self) -> None:
         super().__init__()
         for block in self.net[:2]:
@@ -74,8 +68,6 @@ class Compiled(Many):
 
 
 class Hooked(Many):
-    """Hooks on gradients of weights, from before the run and from within it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net[2].weight.register_hook(lambda gradient: gradient * 0.5)
@@ -110,7 +102,6 @@ def test_the_run_is_the_one_with_fp32_weights(ranks: Ranks, name: str) -> None:
 
 
 def test_the_norm_to_clip_by_is_summed_by_groups(ranks: Ranks) -> None:
-    """One more group of fp32 sums."""
     clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}
     for found in ranks.run(Beside("zero2", "16-mixed", partial(Ranked, optimizer="sgd"), clipped)):
         half, fp32 = found["half"]["run"], found["fp32"]["run"]
@@ -154,8 +145,6 @@ def test_weights_are_read_rounded_and_written_between_steps(ranks: Ranks) -> Non
 
 @dataclass(frozen=True)
 class Earlier:
-    """A run with fp32 weights that saves after step 4, and one with half ones that goes on from there and saves."""
-
     folder: Path
 
     def run(self) -> list[Any]:

@@ -171,9 +171,6 @@ def test_what_a_json_may_not_hold_is_one_fault(user: dict[str, Any], given: str,
         assert fix in fault.fix
 
 
-# ---------------------------------------------------------------------- offloading, stages, rules
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", RESOLVED)
 def test_deepspeed_reads_what_is_written(precision: str, stage: int) -> None:
@@ -228,9 +225,6 @@ def test_a_stage_that_does_not_shard_what_is_asked_for_is_refused() -> None:
     assert "stage 3" in the_fault(lambda: composed("16-mixed", user, stage=2)).fix
     fault = the_fault(lambda: composed(stage=0))
     assert (fault.problem, fault.fix[:12]) == ("stage=0", "choose 'ddp'")
-
-
-# ---------------------------------------------------------------------- the Trainer's numbers
 
 
 def test_the_trainer_fills_in_what_the_json_leaves_out() -> None:

@@ -33,7 +33,6 @@ def _sgd(*groups: list[nn.Parameter]) -> Optimizer:
 
 
 def _two() -> tuple[Optimizer, list[nn.Parameter]]:
-    """fp16 and fp32 in the first group, fp16 in the second."""
     members = [_weight(torch.float16), _weight(), _weight(torch.float16)]
     return _sgd(members[:2], members[2:]), members
 
@@ -106,12 +105,7 @@ def test_a_checkpoint_has_a_schedule_in_the_users_order_of_groups(monkeypatch: p
     assert state == {"base_lrs": [0.1, 0.2, 0.3]}
 
 
-# ---------------------------------------------------------------------- whole weights
-
-
 class Renamed(nn.Module):
-    """Calls ``new`` what an earlier version of it saved as ``old``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.new = nn.Linear(2, 2)
@@ -124,7 +118,6 @@ class Renamed(nn.Module):
 
 
 def test_checkpoints_of_earlier_versions_of_a_module_load() -> None:
-    """Its own hooks rename, and a batch norm does without the count of batches that torch once did not save."""
     plain, net = (nn.Sequential(Renamed(), nn.BatchNorm1d(2)) for _ in range(2))
     saved = {name: torch.ones_like(tensor) for name, tensor in net.state_dict().items() if "num_batches" not in name}
     state = {name.replace("new", "old"): tensor for name, tensor in saved.items()}
@@ -133,8 +126,6 @@ def test_checkpoints_of_earlier_versions_of_a_module_load() -> None:
     assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in plain.state_dict().items())
     assert "0.old.weight" in state
 
-
-# ---------------------------------------------------------------------- the loss scale
 
 host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
 
@@ -173,8 +164,6 @@ def test_a_checkpoint_holds_a_scaler_of_deepspeeds_with_the_scale(rule: LossScal
 
 
 class Declines(Regression):
-    """No loss comes from the last batch of its second window."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx == 3 else super().training_step(batch, batch_idx)
 

@@ -32,15 +32,11 @@ LAST_BITS = of_training("32-true", RATE)
 
 
 class LeftOut(Ranked):
-    """Leaves the rest of its first epoch out in the midst of a window."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if (self.current_epoch, batch_idx) == (0, 7) else None
 
 
 class Later(Ranked):
-    """Makes its net in ``configure_model``, partitioned under stage 3."""
-
     def __init__(self) -> None:
         super().__init__(optimizer="adamw")
         self.net = None
@@ -97,11 +93,7 @@ def test_with_fp16_enabled_in_the_json_nothing_changes(ranks: Ranks, stage: str,
         assert _is_ddps(result)
 
 
-# ------------------------------------------------------------------ what DeepSpeed is given, and leaves behind
-
-
 def _given_and_left() -> dict[str, Any]:
-    """What of a real project's fp16 block the engine holds, and what DeepSpeed left behind in this process."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     found: dict[str, Any] = {}
@@ -129,9 +121,6 @@ def test_a_real_fp16_block_reaches_the_engine_and_nothing_is_left_in_the_process
         assert (found["linear"], found["autocast"]) == ("torch._C._nn", False)
 
 
-# ------------------------------------------------------------------ what is gathered in half precision
-
-
 def _gathers(mode: str, module: Any, **options: Any) -> dict[str, Any]:
     """A run under ZeRO-3, which else keeps small parameters gathered, in fp32."""
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -139,7 +128,6 @@ def _gathers(mode: str, module: Any, **options: Any) -> dict[str, Any]:
 
 
 def _half_and_stored() -> dict[str, Any]:
-    """A run that gathers in half precision what autocast alone computes with, and one that gathers as stored."""
     moved = Moved()
     half = _gathers("bf16-mixed", Text("llama"), data=text(), callbacks=[moved])
     with mock.patch.object(forward.half_weights, "survey", return_value=[]):
@@ -152,7 +140,6 @@ def _reads_a_weight() -> str:
 
 
 def test_stage_3_gathers_in_half_precision_and_trains_what_it_did(ranks: Ranks) -> None:
-    """2 bytes an element of the weights that qualify, 4 another."""
     for result in ranks.run(Call(_half_and_stored, ())):
         assert result["gathered"] == 319_360
         assert same(result["half"], result["stored"])

@@ -21,7 +21,6 @@ def _write(folder: Path, files: dict[str, str]) -> Path:
 
 
 def test_the_standard_library_comes_sorted_and_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its tests and what is installed."""
     real = documents_of(None)
     assert 100_000 < sum(len(document.encode()) for document in real) <= MAX_BYTES
     assert any("class OrderedDict" in document for document in real)

@@ -51,8 +51,6 @@ def test_every_row_names_what_ran_it() -> None:
 
 
 class Attends(Regression):
-    """Self-attention on the features of a row, cut into four tokens."""
-
     def __init__(self, penalty: bool = False) -> None:
         super().__init__()
         self.attention, self.penalty = Attention(), penalty
@@ -67,8 +65,6 @@ class Attends(Regression):
 
 
 class Attention(nn.Module):
-    """Attention of one head; notes the dtype of a product within the backward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.into = nn.Linear(8, 24)

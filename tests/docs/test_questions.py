@@ -56,7 +56,6 @@ FEW = [*ANSWERS][:3]
 
 @pytest.fixture(scope="module")
 def search(site: Path) -> Iterator[Callable[[str], list[str]]]:
-    """The search box of the served site in a real browser: the pages that it lists, first ones first."""
     with chromium() as browser, ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         home = f"http://127.0.0.1:{server.server_port}/"

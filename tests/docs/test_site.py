@@ -25,7 +25,6 @@ LINKS = ("stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-pr
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site; a warning of the build fails it."""
     pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
@@ -125,6 +124,5 @@ def test_pages_fit_the_screen(site: Path, device: dict[str, Any]) -> None:
 
 
 def test_links_of_the_readme_lead_to_pages() -> None:
-    """They are followed in a repository browser, and mkdocs does not see them."""
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", text("README.md")):
         assert (ROOT / target).exists(), target

@@ -22,7 +22,6 @@ CODE = re.compile(r"^`([^`]+)`$")
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The names of the migration pages, in a folder of their own; TF32, which some rows set, is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(docs_run.PROJECT))
     restore = set_tf32("highest")
@@ -31,7 +30,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
 
 def _rows(page: str) -> Iterator[tuple[str, str]]:
-    """The rows of the page's migration tables whose first two cells are code."""
     for table in (table for table in tables(page) if table[0][0] != "key"):
         for row in table[1:]:
             found = [CODE.match(cell) for cell in row[:2]]

@@ -53,8 +53,6 @@ class Steps(Regression):
 
 @dataclass(frozen=True)
 class Fit:
-    """Four steps, each saved in a folder that is removed once the next is there."""
-
     folder: str
     later: bool = True
     kill_at: int | None = None
@@ -94,7 +92,6 @@ def test_training_goes_on_while_it_is_written(ranks: Ranks, tmp_path: Path) -> N
 
 
 def test_one_that_is_broken_off_is_not_the_newest(ranks: Ranks, tmp_path: Path) -> None:
-    """The one before it is still there: it is removed once the new one is whole."""
     with pytest.raises(RankError, match="exit code -9"):
         ranks.run(Fit(f"shelf://{tmp_path}", kill_at=3))
     assert read_full(tmp_path / "step=2.ckpt", weights_only=False)["global_step"] == 2

@@ -58,16 +58,9 @@ def _equal(ranks: Ranks, case: Any, within: float = 0.0) -> None:
     assert same_weights(*(result["sharded"]["weights"] for result in results))
 
 
-# ------------------------------------------------------------------ how users write it
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_are_written_as_for_ddp(ranks: Ranks, way: str) -> None:
-    """Own parameters, ``self(x)``, shapes of weights read in the step, frozen parts."""
     _equal(ranks, WAYS[way], of_training(WAYS[way].mode, RATE))
-
-
-# ------------------------------------------------------------------ models
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -102,16 +95,10 @@ def test_a_users_own_sharding_means_the_same_or_is_refused(ranks: Ranks, case: s
         assert all(words.lower() in result.lower() for words in (*said, "mp_fsdp2"))
 
 
-# ------------------------------------------------------------------ refusals
-
-
 @pytest.mark.parametrize("which", REFUSALS)
 def test_bad_input_is_refused_before_the_first_step(ranks: Ranks, which: str) -> None:
     for said in ranks.run(Refused(which)):
         assert all(words.lower() in said.lower() for words in REFUSALS[which]), said
-
-
-# ---------------------------------------------------------------------- gathered in half precision
 
 
 #: bytes that all gathers of a step bring in: 2 an element of the weights that qualify, 4 another

@@ -53,7 +53,6 @@ REFUSALS = {
 
 @pytest.fixture(scope="module")
 def worlds(ranks: Ranks) -> Iterator[dict[int, Ranks]]:
-    """Two processes that split each layer, and four, of which pairs do."""
     with Ranks(4) as four:
         yield {2: ranks, 4: four}
 

@@ -17,8 +17,6 @@ from support import hf
 
 
 class Block(nn.Module):
-    """A norm and two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
@@ -32,8 +30,6 @@ class Special(Block):
 
 
 class Model(nn.Module):
-    """Blocks in a list, a head, and something without weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(), Special()])
@@ -134,6 +130,5 @@ def test_tied_weights_stay_in_one_unit() -> None:
 
 
 def test_what_is_in_a_pinned_sequential_is_a_unit_each() -> None:
-    """Code may never call the container."""
     root = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(Block())), "head": Block()})
     assert cut(root, "head", {"stem": "fp32"}) == (["head"], ["stem.2.0", "stem.0", "head"])

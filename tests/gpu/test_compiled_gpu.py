@@ -30,8 +30,6 @@ class Scaled(nn.Module):
 
 
 class Pinned(Regression):
-    """Keeps losses on the device, and the first step's gradients."""
-
     def __init__(self) -> None:
         super().__init__(lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True))
         torch.manual_seed(0)

@@ -66,8 +66,6 @@ def _trained(mode: str, name: str | None, options: dict[str, Any], pinned: bool)
 
 @dataclass(frozen=True)
 class Both:
-    """One device, and the same under a sharded strategy; run in a process of its own with a process group."""
-
     mode: str
     name: str
     options: dict[str, Any] = field(default_factory=dict)

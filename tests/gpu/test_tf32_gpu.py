@@ -26,8 +26,6 @@ each_owner = pytest.mark.parametrize("owner", OWNERS)
 
 
 class Looks(Regression):
-    """Multiplies two matrices while training, and compares with fp64."""
-
     def on_train_start(self) -> None:
         generator = torch.Generator(self.device).manual_seed(0)
         a, b = (torch.randn(512, 512, device=self.device, generator=generator) for _ in range(2))

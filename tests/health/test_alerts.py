@@ -18,7 +18,6 @@ from lightning_mp.record.events import Event, Kind
 
 
 def rows(**columns: Sequence[Any]) -> list[Reading]:
-    """A reading a step, from columns of equal length."""
     return [
         Reading(step=step, **dict(zip(columns, row, strict=True)))
         for step, row in enumerate(zip(*columns.values(), strict=True))
@@ -26,18 +25,15 @@ def rows(**columns: Sequence[Any]) -> list[Reading]:
 
 
 def said(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[Event]:
-    """The events of one rule alone."""
     alerts = Alerts({"kinds": [kind], **settings})
     return [event for reading in readings for event in alerts.judge(reading)]
 
 
 def steps(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[int]:
-    """The steps at which one rule spoke."""
     return [event.step for event in said(kind, readings, **settings)]
 
 
 def noise(count: int, level: float = 1.0, spread: float = 0.2, seed: int = 0) -> list[float]:
-    """Positive numbers around a level, independent of one another."""
     draw = random.Random(seed)
     return [level * draw.lognormvariate(0.0, spread) for _ in range(count)]
 
@@ -63,7 +59,6 @@ ARMED = AlertSettings().spike_window
 
 
 def with_spikes(at: dict[int, float], count: int = 300, **kind: float) -> list[float]:
-    """Noise of which some steps are so many times as large."""
     return [norm * at.get(step, 1.0) for step, norm in enumerate(noise(count, **kind))]  # type: ignore[arg-type]
 
 
@@ -112,7 +107,6 @@ def test_units_do_not_matter(power: int, seed: int, at: int, times: float) -> No
 
 
 def falling() -> list[float]:
-    """A loss that falls as losses do, with noise."""
     shape = [2.0 + 2.0 * math.exp(-step / 50) for step in range(300)]
     return [loss + 0.1 * (draw - 1) for loss, draw in zip(shape, noise(300), strict=True)]
 
@@ -175,7 +169,6 @@ def test_weights_that_stopped_are_found_a_window_later(columns: dict[str, Any], 
 
 
 def timed(seconds: list[float]) -> list[Reading]:
-    """Steps of 8 samples."""
     return [Reading(step=step, samples_per_s=8 / each) for step, each in enumerate(seconds)]
 
 
@@ -322,7 +315,6 @@ def troubled() -> list[Reading]:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_healthy_run_is_no_alert(name: str) -> None:
-    """Runs of 2,000 steps: of long tails, of a batch learned by heart, of a warm-up in fp16."""
     alerts = Alerts()
     assert [event for reading in recorded(name) for event in alerts.judge(reading)] == []
 

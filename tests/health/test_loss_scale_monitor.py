@@ -34,8 +34,6 @@ keepers = pytest.mark.parametrize("keeper", KEEPERS)
 
 
 class Asks(Callback):
-    """The scaler's own state after every batch."""
-
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
 

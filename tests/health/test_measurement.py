@@ -58,7 +58,6 @@ traces = st.lists(st.booleans(), min_size=1, max_size=12)
 
 
 def expected(trace: list[bool]) -> list[tuple[int, int]]:
-    """Skips in total and in a row after each step."""
     found, total, row = [], 0, 0
     for skipped in trace:
         total, row = total + skipped, (row + 1) * skipped
@@ -67,7 +66,6 @@ def expected(trace: list[bool]) -> list[tuple[int, int]]:
 
 
 def followed(source: ScaleSource, scaler: GradScaler, optimizer: str, trace: list[bool], after: Any = None) -> Any:
-    """Total and row after each step of a plain loop."""
     model = net()
     stepped, skips, found = OPTIMIZERS[optimizer](model.parameters()), SkipCount(source), []
     to_host = ToHost(CPU)
@@ -89,7 +87,6 @@ def followed(source: ScaleSource, scaler: GradScaler, optimizer: str, trace: lis
 @settings(max_examples=10)
 @given(trace=traces)
 def test_torchs_scaler_skips_where_its_scale_falls(optimizer: str, trace: list[bool]) -> None:
-    """Also where it grows in between: an interval of 1 undoes every backoff at once."""
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     source = StockSource(scaler, CPU)
     assert followed(source, scaler, optimizer, trace) == expected(trace)
@@ -151,7 +148,6 @@ def train(forward: Callable[[Tensor], Tensor], *, inputs: bool = False) -> None:
 
 
 def test_a_net_costs_what_paper_says() -> None:
-    """Forward, the weights' gradients, and the inputs' where someone wants them."""
     assert flops_of(lambda: train(layers())) == (FIRST + SECOND) * 2 + SECOND
     assert flops_of(lambda: train(layers(), inputs=True)) == (FIRST + SECOND) * 3
 

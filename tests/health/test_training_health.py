@@ -35,7 +35,6 @@ def host_of(host: str, mode: str) -> dict[str, Any]:
 
 
 def watched(tmp_path: Path, module: Any = None, *, monitor: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A TrainingHealth after a run."""
     mine = TrainingHealth(tmp_path / "run", report=False, **(monitor or {}))
     fit(module or Regression(PLAIN), callbacks=[mine, *options.pop("callbacks", [])], **options)
     return mine
@@ -61,7 +60,6 @@ def test_the_numbers_are_those_of_a_plain_loop(host: str, mode: str, optimizer: 
 
 
 def test_a_window_that_an_epoch_left_out_is_no_part_of_the_next_step(tmp_path: Path) -> None:
-    """The first epoch ends in the midst of its second window, whose first loss was NaN."""
 
     class LeftOut(Regression):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
@@ -171,9 +169,6 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
         for name in (metric_names.LOSS, metric_names.GRAD_NORM, metric_names.LOSS_SCALE, metric_names.LR):
             points = [(int(row["step"]), float(row[name])) for row in written if row[name]]
             assert points == [(row[metric_names.STEP], pytest.approx(row[name])) for row in mine.rows]
-
-
-# ---------------------------------------------------------------------- what it costs
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

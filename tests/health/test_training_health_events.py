@@ -49,8 +49,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:TrainingHealth. step:UserWarning
 
 
 class Faulty(Regression):
-    """Spoils the step ``at``: its ``batch``, the ``weight`` of a module, or the gradient by a ``spike``."""
-
     def __init__(self, fault: str, at: int = 4, optimizer: Any = PLAIN, scheduler: Any = None) -> None:
         super().__init__(optimizer, scheduler)
         self.fault, self.at = fault, at
@@ -197,7 +195,6 @@ PLANNED = [True, False]
 
 
 def pins_in(text: str, planned: bool) -> Any:
-    """The pins that a text advises, in the words of a run with or without a plan."""
     named = re.search(r"(pins=|DtypePinning\()(\{.*?\})", text)
     assert named is not None, text
     assert (named[1] == "pins=") == planned, text
@@ -213,8 +210,6 @@ def fit_pinned(module: Any, callback: Any, planned: bool, precision: Any, pins: 
 
 
 class Beyond(Regression):
-    """Its first product is beyond fp16 and finite in fp32."""
-
     def __init__(self) -> None:
         super().__init__(lambda p: torch.optim.SGD(p, lr=1e-6))
         with torch.no_grad():

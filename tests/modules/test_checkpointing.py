@@ -66,8 +66,6 @@ def gradients(root: nn.Module, x: Tensor = X, seed: int = 1) -> dict[str, Tensor
     return {name: parameter.grad.clone() for name, parameter in root.named_parameters()}
 
 
-# ---------------------------------------------------------------------- what is recomputed
-
 #: two products forward in each of two blocks; backward one for each weight and one for each input but the very first
 FORWARD, BACKWARD = 2 * 2, 2 * 2 + 2 * 2 - 1
 TWICE = 2  # blocks
@@ -118,8 +116,6 @@ def test_exactly_so_many_products_are_recomputed(
 
 
 class Bag(nn.Sequential):
-    """A container with a forward of its own."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
@@ -128,8 +124,6 @@ OWN = [f"own forward, {how}" for how in ("called", "iterated", "deep")]
 
 
 class Iterates(nn.Module):
-    """Calls what is in its container, one by one or by slices, and never the container."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -159,7 +153,6 @@ def test_a_container_that_is_never_called_has_what_is_in_it_checkpointed(how: st
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
 def test_what_torch_jit_compiled_is_not_checkpointed() -> None:
-    """It is left alone within a checkpointed module, and refused by its own name."""
     scripted = torch.jit.script(nn.Sequential(nn.Tanh()))
     root = nn.Sequential(Block(scripted))
     kind, before = type(scripted), root(X)
@@ -175,9 +168,6 @@ def test_what_torch_jit_compiled_is_not_checkpointed() -> None:
 def test_what_makes_its_parameters_in_its_first_forward_is_refused_by_name(pattern: str) -> None:
     with pytest.raises(PlanError, match=r"on '0\.net\.3', whose parameters do not exist yet"):
         checkpoint(nn.Sequential(Block(nn.LazyLinear(WIDTH))), modules=pattern)
-
-
-# ---------------------------------------------------------------------- nothing else changes
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "selective"}, {"every": 2}], ids=str)
@@ -237,9 +227,6 @@ def test_pins_inside_and_around_a_checkpointed_module_hold(pinned_first: bool) -
     assert products(root, X, autocast=bf16) == [fp32, bf16, fp32, fp32], "the pins stay when checkpointing goes"
 
 
-# ---------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     ("options", "given", "fix"),
     [
@@ -259,12 +246,7 @@ def test_unknown_patterns_and_operators_are_faults(options: dict[str, Any], give
     assert fix in fault.fix
 
 
-# ---------------------------------------------------------------------- buffers
-
-
 class Average(nn.Module):
-    """Its output depends on an average that its forward moves: in place, through ``.data``, or by a new tensor."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.linear = how, nn.Linear(FEATURES, FEATURES)
@@ -315,7 +297,6 @@ def test_a_run_is_the_one_without(net: str, checkpointing: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"mode": "selective", "save_ops": ("bmm",)}], ids=["full", "selective"])
 def test_a_retained_graph_computes_from_the_buffers_of_the_forward(options: Any) -> None:
-    """In each of its backward passes."""
     root = nn.Sequential(Average("in place"))
     checkpointing.apply(root, root, Checkpointing(modules="0", **options))
     loss = root(torch.linspace(-1, 1, 2 * FEATURES).reshape(2, FEATURES)).square().sum()

@@ -38,8 +38,6 @@ OPTIONS: dict[str, Any] = {
 
 
 class Language(LightningModule):
-    """One of the models, under plain SGD."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.model = MODELS[kind]()
@@ -96,14 +94,10 @@ def test_a_pin_of_the_users_overrides_the_models_own() -> None:
     assert "'wo' fp32, as T5ForConditionalGeneration declares: 2 modules" in plan.describe(model)
 
 
-# ------------------------------------------------------------------ consolidate
-
-
 @pytest.mark.parametrize(("kind", "dtype", "part"), [("t5", "fp16", ".wo."), ("ernie", "bf16", ".mlp.gate.")])
 def test_a_file_of_half_precision_keeps_it_in_fp32_and_transformers_loads_it(
     kind: str, dtype: str, part: str, tmp_path: Path
 ) -> None:
-    """Trained in a mixed mode, with a norm pinned; ``cast_all`` casts both."""
     module, folder = Language(kind), tmp_path / "model"
     norms = {"t5": "final_layer_norm", "ernie": "model.norm"}[kind]
     plan = MixedPrecisionPlan("bf16-mixed", pins={norms: "fp32"})

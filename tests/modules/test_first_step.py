@@ -23,8 +23,6 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Parts, and a forward written as a function of them."""
-
     def __init__(self, forward: Forward, **parts: nn.Module) -> None:
         super().__init__()
         self.run = forward
@@ -36,7 +34,6 @@ class Net(nn.Module):
 
 
 def first_step(root: nn.Module, pins: dict[str, str], mode: str, x: Any = X) -> Tensor:
-    """The watched forward pass of a pinned model."""
     pin(root, pins, mode=mode)
     compute = "fp16" if mode.startswith("16") else "bf16"
     half = AUTOCAST.get(mode, torch.bfloat16)
@@ -46,8 +43,6 @@ def first_step(root: nn.Module, pins: dict[str, str], mode: str, x: Any = X) -> 
 
 
 class Tokens(nn.Module):
-    """Gives its parameter, for every row."""
-
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.ones(1, WIDTH))
@@ -57,15 +52,11 @@ class Tokens(nn.Module):
 
 
 class Prototypes(Tokens):
-    """Gives its parameter itself."""
-
     def forward(self) -> Tensor:
         return self.token
 
 
 class Shared(nn.Module):
-    """A layer of the user's own with a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(WIDTH))
@@ -99,7 +90,6 @@ def linear() -> nn.Linear:
 
 
 def hooked() -> nn.Linear:
-    """Its own hook multiplies with its weight, as power iterations do."""
     layer = linear()
     layer.register_forward_pre_hook(lambda module, _: (module.weight @ module.weight.t(), None)[1])
     return layer

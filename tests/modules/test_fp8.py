@@ -15,8 +15,6 @@ from support.hf import gpt2, llama
 
 
 class Model(nn.Module):
-    """A layer of every kind that is told apart."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, 16)

@@ -24,12 +24,7 @@ def survey(module: nn.Module, policy: PrecisionPolicy = POLICY) -> dict[str, str
     return {weight.name: weight.reason for weight in half_weights.survey(module, pin_map, policy)}
 
 
-# ------------------------------------------------------------------ the rule
-
-
 class Own(nn.Linear):
-    """A linear layer that does more with its weight."""
-
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + self.weight.sum()
 
@@ -84,9 +79,6 @@ def test_pins_and_modes_leave_weights_out() -> None:
     assert set(survey(net, PrecisionPolicy(precision="bf16-true")).values()) == {"computed with as stored"}
 
 
-# ------------------------------------------------------------------ against forwards
-
-
 def _loss(family: Family, model: nn.Module) -> Tensor:
     batch = family.batch(torch.Generator().manual_seed(1))
     with torch.autocast("cpu", BF16, cache_enabled=False):
@@ -121,8 +113,6 @@ def test_a_step_with_half_weights_is_the_step_with_fp32_ones(name: str) -> None:
     assert gradients.keys() == others.keys()
     assert all(torch.equal(gradients[key], others[key]) for key in gradients)
 
-
-# ------------------------------------------------------------------ the weight itself
 
 OTHER_USES: dict[str, Callable[[Tensor], Any]] = {
     "a penalty": lambda weight: weight.float().pow(2).sum(),

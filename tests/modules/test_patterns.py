@@ -83,8 +83,6 @@ def test_a_pattern_that_matches_nothing_is_told_with_the_names_most_like_it(patt
     assert near in fault.fix
 
 
-# ---------------------------------------------------------------------- the swap of a class
-
 T = TypeVar("T")
 
 
@@ -127,9 +125,6 @@ def test_a_class_whose_first_base_has_no_dict_takes_a_mixin(cls: type[nn.Module]
     assert type(module) is cls
 
 
-# ---------------------------------------------------------------------- a forward set on the instance
-
-
 @pytest.mark.parametrize("order", [(Doubled, Shifted), (Shifted, Doubled)])
 def test_a_forward_set_on_the_instance_is_run_within(order: tuple[type[Swapped], type[Swapped]]) -> None:
     """As Liger's kernels are put in, and ``module.forward = torch.compile(module.forward)``."""
@@ -159,9 +154,6 @@ def test_a_patched_norm_is_pinned_and_given_back() -> None:
     fit(module, plugins=[MixedPrecisionPlan("bf16-mixed", pins={"norms": "bf16"}, checkpointing="net.1")])
     assert set(seen) == {torch.bfloat16}
     assert len(seen) == 16, "each of 8 steps recomputes it"
-
-
-# ---------------------------------------------------------------------- what configure_optimizers sees
 
 
 class ByType(Regression):

@@ -32,8 +32,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Two blocks in a list, a final norm, a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
@@ -122,8 +120,6 @@ def test_a_pin_on_one_owner_of_a_tied_weight_covers_the_other(spec: Declared) ->
 
 
 class Shared(nn.Module):
-    """One module under two names."""
-
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
         self.one = nn.Sequential(shared)
@@ -173,8 +169,6 @@ def test_a_pin_waits_for_the_parameters_that_a_first_batch_makes(pattern: str) -
 
 
 class Probe(nn.Linear):
-    """Remembers what its forward met."""
-
     def forward(self, input: Tensor) -> Tensor:
         self.met = (input.dtype, self.weight.dtype, torch.is_autocast_enabled("cpu"))
         return super().forward(input)
@@ -236,7 +230,6 @@ def test_output_says_otherwise(mode: str, output: Any, came_in: torch.dtype, com
 
 @pytest.mark.parametrize(("mode", "expected"), [("bf16-true", BF16), ("16-true", FP16), ("bf16-mixed", FP32)])
 def test_without_floating_inputs_the_compute_dtype_is_handed_on(mode: str, expected: torch.dtype) -> None:
-    """Under the true modes."""
     root = pin(nn.Sequential(nn.Embedding(8, 4)), {"Embedding": "fp32"}, mode=mode)
     assert root[0].weight.dtype == FP32
     assert root(torch.tensor([1, 2])).dtype == expected
@@ -277,8 +270,6 @@ class Iterates(nn.Module):
 
 
 class Residual(nn.Module):
-    """Owns no weight itself, and computes between those that do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = Probe(4, 4)
@@ -312,7 +303,6 @@ def test_a_pin_on_a_container_that_is_never_called_covers_what_is_in_it(
 
 
 def test_a_module_recomputed_alone_crosses_no_border() -> None:
-    """Of a container that is called."""
     plain, root = (nn.Sequential(nn.Sequential(Residual(), Residual())) for _ in range(2))
     root.load_state_dict(plain.state_dict())
     pin(root, {"0": "fp32"}, mode="bf16-true")
@@ -365,14 +355,11 @@ def test_a_mask_stays_finite_at_the_border_and_inf_stays_inf(
 
 
 class Positions(nn.Module):
-    """Makes a table of positions anew in every forward, in the default dtype."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.arange(len(x)) * 1.0
 
 
 def test_what_a_pinned_module_makes_is_in_the_pins_dtype() -> None:
-    """600 positions in bfloat16 are off by as much as 2."""
     root = nn.Sequential(Positions())
     plan = lightning_mp.MixedPrecisionPlan("bf16-true", pins=[Pin("0", "fp32", output="pin")])
     plan.convert_module(root)

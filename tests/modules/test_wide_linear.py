@@ -48,9 +48,6 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype).double()
 
 
-# ---------------------------------------------------------------------- the numbers
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_result_is_off_by_the_sum_in_fp32_alone(dtype: str) -> None:
     layer, rows = nn.Linear(IN, OUT), torch.randn(64, IN)
@@ -71,7 +68,6 @@ def test_the_result_is_off_by_the_sum_in_fp32_alone(dtype: str) -> None:
 
 
 def layer_in(layer: nn.Module) -> nn.Module:
-    """A model whose ``head`` the layer is."""
     root = nn.Sequential()
     root.add_module("head", copy.deepcopy(layer))
     return root
@@ -105,9 +101,6 @@ def test_only_what_is_trained_gets_a_gradient() -> None:
     assert not root(rows.detach()).requires_grad
 
 
-# ---------------------------------------------------------------------- storage and ties
-
-
 @pytest.mark.parametrize(
     ("mode", "storage"), [("bf16-mixed", FP32), ("16-mixed", FP32), ("bf16-true", BF16), ("16-true", FP16)]
 )
@@ -130,9 +123,6 @@ def test_the_table_that_a_head_is_tied_to_may_be_pinned_to_fp32() -> None:
     hidden = torch.randn(4, IN, dtype=BF16)
     expected = functional.linear(hidden.float(), root.head.weight.bfloat16().float(), root.head.bias.bfloat16().float())
     assert torch.equal(root.head(hidden), expected)
-
-
-# ---------------------------------------------------------------------- what is refused
 
 
 class OwnForward(nn.Linear):
@@ -166,9 +156,6 @@ def test_what_is_no_linear_is_refused_with_its_class(kind: str) -> None:
     assert fault.allowed == "a plain nn.Linear"
 
 
-# ---------------------------------------------------------------------- runs
-
-
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # dynamo does so itself
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_it_compiles_in_one_graph(backend: str) -> None:
@@ -182,8 +169,6 @@ def test_it_compiles_in_one_graph(backend: str) -> None:
 
 
 class Trained(LightningModule):
-    """A classifier of the next word, whose losses are kept."""
-
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.net = Net(tied, bias=False)

@@ -31,9 +31,6 @@ def test_a_device_nobody_knows_is_refused() -> None:
     assert hardware.refusal(found, "32-true") is not None
 
 
-# ---------------------------------------------------------------------- TF32
-
-
 def _old(matmul: str | None = None, cudnn: bool | None = None) -> None:
     if matmul is not None:
         torch.set_float32_matmul_precision(matmul)
@@ -72,7 +69,6 @@ SETTINGS = ("highest", "high", "medium")
 
 
 def _around(before: str, *settings: str) -> list[dict[str, object]]:
-    """The readings before, within each of the settings, one in the other, and after."""
     BEFORE[before]()
     found, restores = [readings()], list[Callable[[], None]]()
     for setting in settings:
@@ -108,8 +104,6 @@ def test_what_the_newer_switches_say_alone_is_refused(before: str, pristine: Cal
     assert (pristine(_refusal, before) is not None) is (before in UNSETTABLE)
 
 
-# ---------------------------------------------------------------------- peak memory
-
 MIB = 2**20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -129,8 +123,6 @@ def test_it_is_the_most_that_was_held_at_once_exactly(device: str) -> None:
     assert peak.bytes == 64 * MIB
     assert kept.numel() == 8 * MIB
 
-
-# ---------------------------------------------------------------------- random numbers
 
 CPU = torch.device("cpu")
 

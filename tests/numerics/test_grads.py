@@ -28,16 +28,12 @@ def random_gradients(seed: int, *dtypes: torch.dtype, factor: float = 1.0) -> li
     return made
 
 
-# ---------------------------------------------------------------------- unscale and check
-
-
 @settings(max_examples=40)
 @given(
     values=st.lists(st.floats(width=32), min_size=1, max_size=5),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
 )
 def test_an_inverse_scale_of_1_keeps_every_bit(values: list[float], dtype: torch.dtype) -> None:
-    """And the flag says whether all are finite."""
     gradient = torch.tensor(values, dtype=dtype)
     before, found = gradient.clone(), torch.zeros(())
     unscale_and_check_([gradient], torch.ones(()), found)
@@ -54,9 +50,6 @@ def test_one_bad_value_in_any_gradient_of_any_dtype_is_found(where: int, bad: fl
     unscale_and_check_(members, torch.tensor(0.25), found)
     assert found.item() == 1
     assert [member[0].item() for member in members] == [0.25] * 3
-
-
-# ---------------------------------------------------------------------- the norm
 
 
 @settings(max_examples=40)
@@ -94,9 +87,6 @@ def test_a_norm_beyond_fp16_of_fp16_gradients_is_finite_and_clips_to_what_was_as
     clipped = torch.cat([member.grad.double().flatten() for member in members]).norm().item()
     assert clipped == pytest.approx(2.0, rel=1e-2)
     assert nn.utils.clip_grad_norm_(stock, 2.0).isinf(), "torch's own norm overflows: when it does not, use it"
-
-
-# ---------------------------------------------------------------------- the step
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

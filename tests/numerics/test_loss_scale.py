@@ -31,8 +31,6 @@ def run(config: LossScaling, trace: str | list[bool], device: str | None = None)
     return states
 
 
-# ---------------------------------------------------------------------- the rule, as a table
-
 THREE_QUARTERS = 3 * 2.0**126  # of fp32's range
 LARGEST = 2.0**127  # the largest power of two in fp32
 
@@ -92,9 +90,6 @@ def test_an_overflow_that_cannot_lower_the_scale_is_told(
     assert [numbers(state)[3] for state in run(config, trace, device)] == flags
 
 
-# ---------------------------------------------------------------------- numbers and tensors are one rule
-
-
 @quick
 @given(config=scalings(), trace=traces)
 @example(config=LossScaling(init_scale=2.0**127, growth_interval=1, max_scale=THREE_QUARTERS), trace=[False] * 3)
@@ -115,9 +110,6 @@ def test_the_scale_stays_between_its_bounds(config: LossScaling, trace: list[boo
         assert -config.growth_delay <= state.growth_tracker < config.growth_interval
 
 
-# ---------------------------------------------------------------------- torch
-
-
 @quick
 @given(init_scale=scales, growth=growths, backoff=backoffs, interval=st.integers(1, 4), trace=traces)
 @example(init_scale=1.0, growth=2.0, backoff=0.3, interval=3, trace=[True] * 120)  # down to 0, where it stays
@@ -132,9 +124,6 @@ def test_torch_is_the_sequence_of_amp_update_scale(
         torch._amp_update_scale_(scale, tracker, torch.tensor([float(found)]), growth, backoff, interval)
         assert numbers(device)[:2] == (scale.item(), tracker.item())
         assert numbers(host)[:2] == (scale.item(), tracker.item())
-
-
-# ---------------------------------------------------------------------- DeepSpeed
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +185,6 @@ def test_deepspeed_is_the_sequence_of_its_dynamic_loss_scaler(
         theirs.update_scale(found)
         assert numbers(host)[0] == theirs.cur_scale
         assert host.hysteresis_left == theirs.cur_hysteresis
-
-
-# ---------------------------------------------------------------------- Megatron
 
 
 @dataclass

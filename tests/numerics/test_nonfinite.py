@@ -100,8 +100,6 @@ def test_what_checkpointing_runs_again_is_not_what_ran_last(reentrant: bool) -> 
 
 
 class Steep(nn.Module):
-    """Finite forward; at 0 the gradient of the root is infinite."""
-
     def forward(self, x: Tensor) -> Tensor:
         return (x * 0).sqrt()
 

@@ -28,9 +28,6 @@ def same_state(one: Optimizer, other: Optimizer) -> bool:
     )
 
 
-# ---------------------------------------------------------------------- against torch
-
-
 @quick
 @given(
     name=st.sampled_from(["AdamW", "Adam", "Adagrad", "AdamW, for-loop", "SGD with momentum, for-loop"]),
@@ -62,9 +59,6 @@ def test_torchs_setters_change_the_rule_that_runs(setter: str, value: Any, trace
         getattr(scaler, setter)(value)
         model = net()
         assert train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, trace)[-1] == expected
-
-
-# ---------------------------------------------------------------------- the rule
 
 
 @quick
@@ -107,9 +101,6 @@ def test_a_resumed_scaler_continues_as_if_nothing_had_happened(
     assert run(second, trace[split:]) == run(straight, trace[split:])
 
 
-# ---------------------------------------------------------------------- what is scaled
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_half_loss_is_scaled_in_fp32(dtype: torch.dtype) -> None:
     loss = torch.tensor(1.5, dtype=dtype, requires_grad=True)
@@ -146,11 +137,7 @@ def test_complex_gradients_are_unscaled(bad: bool) -> None:
     torch.testing.assert_close(weight.detach(), torch.tensor([1 + 2j if bad else -1 - 2j]))
 
 
-# ---------------------------------------------------------------------- the order of the calls
-
-
 def test_the_flag_is_reduced_once_for_each_optimizer() -> None:
-    """``sync`` stands where a maximum over ranks does: here another rank overflows."""
     calls = []
 
     def another_rank_overflowed(flag: Tensor) -> None:
@@ -169,9 +156,6 @@ def test_the_flag_is_reduced_once_for_each_optimizer() -> None:
     assert scaler.get_scale() == 4
 
 
-# ---------------------------------------------------------------------- unscaled gradients
-
-
 def test_a_parameter_of_two_optimizers_is_divided_once() -> None:
     model, plain, scaler = net(), net(), LossScaler(LossScaling(init_scale=2.0**10, growth_interval=1))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, model[2])]
@@ -183,13 +167,9 @@ def test_a_parameter_of_two_optimizers_is_divided_once() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-# ---------------------------------------------------------------------- a skipped step changes nothing
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("skipped", [[0], [0, 1], [2], [0, 2]], ids=lambda steps: f"skipped {steps}")
 def test_a_run_with_skipped_steps_is_the_run_without_them(name: str, skipped: list[int]) -> None:
-    """The first step is one that counts: there optimizers make their state, in memory that may hold anything."""
     scaling = LossScaling(init_scale=2.0**10, growth_interval=1000, backoff_factor=0.5)
     held, never = net(), net()
     optimizer, other = OPTIMIZERS[name](held.parameters()), OPTIMIZERS[name](never.parameters())

@@ -21,24 +21,18 @@ ALONE = ((1, "blocks.0.up.weight"), (2, "head.bias"))
 
 
 class FrozenFirst(Staged):
-    """Nothing is trained in the first stage."""
-
     def build(self) -> None:
         super().build()
         self.blocks[:2].requires_grad_(False)
 
 
 class Unused(Staged):
-    """A layer that no forward pass reaches."""
-
     def build(self) -> None:
         super().build()
         self.blocks[1].extra = nn.Linear(3, 3)
 
 
 class Thaws(FrozenFirst):
-    """The first stage is trained from the second epoch on, and not in the third."""
-
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
 
@@ -49,8 +43,6 @@ class Thaws(FrozenFirst):
 
 
 class Padded(Llama):
-    """Every other row ends in two tokens that are no data."""
-
     def pipeline_batch(self, batch: Any) -> Any:
         mask = batch[2].new_ones(batch[2].shape)
         mask[:, -2:] = batch[2][:, :1] % 2
@@ -64,8 +56,6 @@ class Padded(Llama):
 
 
 class Qwen3(Llama):
-    """Layers of two kinds of attention."""
-
     def build(self) -> None:
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -167,9 +157,6 @@ def test_a_rank_holds_the_numbers_of_its_own_stage(ranks: Ranks) -> None:
         assert result["held"] == held + gone, rank  # one number stands for each parameter that is elsewhere
 
 
-# ---------------------------------------------------------------------- random numbers of its own
-
-
 class Dropped(Staged):
     """Draws as many numbers in its second stage as in its first; notes what was dropped on this rank."""
 
@@ -183,8 +170,6 @@ class Dropped(Staged):
 
 
 class Drawing(Dataset[Any]):
-    """Its members are drawn as they are asked for."""
-
     def __len__(self) -> int:
         return 24
 

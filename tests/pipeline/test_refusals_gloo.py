@@ -19,8 +19,6 @@ pytestmark = pytest.mark.gloo
 
 
 class Tied(Llama):
-    """Its table is its head."""
-
     def build(self) -> None:
         super().build()
         self.model.lm_head.weight = self.model.model.embed_tokens.weight
@@ -80,8 +78,6 @@ def _one() -> Any:
 
 @dataclass(frozen=True)
 class Refused:
-    """What a fit says."""
-
     says: str
     module: type[Staged] = Staged
     data: Callable[[], Any] = _one
@@ -124,8 +120,6 @@ CASES = {
 
 @dataclass(frozen=True)
 class Every:
-    """Every case."""
-
     def run(self) -> dict[str, tuple[str, int]]:
         return {name: case.said() for name, case in CASES.items()}
 

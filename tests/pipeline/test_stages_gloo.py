@@ -24,8 +24,6 @@ PRECISION = "bf16-mixed"
 
 
 class NoSteps(Staged):
-    """What only runs in stages needs no steps."""
-
     training_step = LightningModule.training_step
     validation_step = LightningModule.validation_step
 
@@ -56,8 +54,6 @@ def _said(ask: Callable[[], None]) -> str:
 
 @dataclass(frozen=True)
 class Afterwards:
-    """A fit, then every other entry of the same Trainer, then another Trainer with the checkpoint."""
-
     path: str
 
     def run(self) -> dict[str, Any]:
@@ -96,9 +92,6 @@ def test_a_module_without_steps_is_fitted_validated_tested_and_loaded(tmp_path: 
         assert "multiple optimizers is only supported with manual optimization" in found["several"]
 
 
-# ---------------------------------------------------------------------- watched
-
-
 SERIES = ("train/loss", "health/grad_norm", "health/param_norm", "health/update_ratio")
 BAD = {1: "blocks.1.up.weight"}
 
@@ -115,8 +108,6 @@ def _read(folder: str) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Watched:
-    """A fit under the callbacks, and one that ends on a bad gradient of the first stage."""
-
     folder: str
 
     def run(self) -> tuple[Any, Any, tuple[Any, ...]]:

@@ -65,8 +65,6 @@ WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda plan: pickle.loads(pickle.du
 
 
 class CopiesThePlan(Callback):
-    """Copies the plan while it trains."""
-
     def __init__(self, way: Any) -> None:
         self.way = way
 
@@ -86,12 +84,7 @@ def test_a_copy_made_in_the_middle_of_a_fit_is_free_of_it(mode: str, way: str) -
     assert copies.copied.applied_steps + copies.copied.skipped_steps == 8
 
 
-# ---------------------------------------------------------------------- the table
-
-
 class Block(nn.Module):
-    """A norm and a product."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)

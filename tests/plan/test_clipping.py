@@ -21,8 +21,6 @@ both_ways = pytest.mark.parametrize("algorithm", CLIP)
 
 
 class Clipped(Regression):
-    """Keeps the gradients as they are after clipping, and again after the step."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.after_clipping: list[dict[str, Tensor]] = []

@@ -44,7 +44,6 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_forward_sees_the_weights_it_sees_under_stock(name: str, mode: str) -> None:
-    """To the bit, in each of the losses and in the weights."""
     plan, window = MixedPrecisionPlan(mode), 2 if name == "ahead" else 1
     hosts = {"precision": mode}, {"plugins": [plan]}
     stock, ours = (traced(Regression(OPTIMIZERS[name]), accumulate_grad_batches=window, **host) for host in hosts)
@@ -52,12 +51,7 @@ def test_each_forward_sees_the_weights_it_sees_under_stock(name: str, mode: str)
     assert (plan.applied_steps, plan.skipped_steps, plan.step_skipped) == (ours.global_steps[-1], 0, False)
 
 
-# ---------------------------------------------------------------------- what is known of optimizers
-
-
 class Stepped(optim.SGD):
-    """A step of the user's own."""
-
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return super().step(closure)
 
@@ -130,7 +124,6 @@ def test_which_optimizers_evaluate_their_closure_again(build: Any, again: bool) 
     ],
 )
 def test_an_eps_that_fp16_state_rounds_to_zero(optimizer: Any, dtype: Any, eps: float, warned: bool) -> None:
-    """What the warning says is what the step does: NaN wherever the gradient's square underflows."""
     parameter = nn.Parameter(torch.ones(8, dtype=dtype))
     built = optimizer([parameter], lr=1e-2, eps=eps)
     with warnings.catch_warnings(record=True) as caught:

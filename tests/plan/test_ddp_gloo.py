@@ -29,8 +29,6 @@ BF16_LEAST, FP16_LEAST = 2.0**-133, 2.0**-24  # half of either is zero in its ow
 
 
 class Constant(LightningModule):
-    """One weight whose gradient is a chosen number a rank."""
-
     def __init__(self, *gradients: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4))
@@ -48,8 +46,6 @@ class Constant(LightningModule):
 
 @dataclass(frozen=True)
 class Reduced:
-    """The averaged gradient of two ranks."""
-
     mode: str
     gradients: tuple[float, float]
     reduce_dtype: str | None = None
@@ -79,9 +75,6 @@ def test_gradients_are_averaged_in_reduce_dtype(ranks: Ranks, reduced: Reduced, 
     assert ranks.run(reduced) == [[average] * 4] * 2
 
 
-# ---------------------------------------------------------------------- plans and modules that differ
-
-
 DEVICES = (
     Device("cuda", "Tesla V100", (7, 0), bf16="none", memory=2**34),
     Device("cuda", "NVIDIA A100", (8, 0), memory=2**36),
@@ -107,7 +100,6 @@ CASES += [(host, "the meta device") for host in TAKE_META]
 
 
 def plan(differs: str) -> MixedPrecisionPlan:
-    """This rank's."""
     if differs == "precision":
         return MixedPrecisionPlan(("bf16-mixed", "16-mixed")[rank()])
     if differs == "init_scale":
@@ -116,7 +108,6 @@ def plan(differs: str) -> MixedPrecisionPlan:
 
 
 def module(differs: str) -> Any:
-    """This rank's."""
     made: Any = Regression(torch.optim.SGD)
     if rank() == 1:
         if differs == "a layer":
@@ -133,7 +124,6 @@ def module(differs: str) -> Any:
 
 
 def trainer(host: str, plan: MixedPrecisionPlan) -> Trainer:
-    """One of two ranks."""
     options: dict[str, Any] = {"device_mesh": (2, 1)} if host == "hsdp" else {}
     strategy: Any = "ddp"
     if host != "stock_ddp":

@@ -37,13 +37,10 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 class ClipsFusedToo(MixedPrecision):
-    """Lightning's plugin without its refusal."""
-
     clip_gradients = Precision.clip_gradients
 
 
 def _pair(mode: str, build: Any, stock: Any = None, **loop: Any) -> None:
-    """Train the same module under Lightning's plugin and under the plan, and compare everything."""
     plan, traces = plan_for(mode), list[Trace]()
     for host in (stock or stock_for(mode), {"plugins": [plan]}):
         seed_everything(1, verbose=False)
@@ -90,8 +87,6 @@ def _pair_but_for_what_the_hooks_see(build: Any, **loop: Any) -> None:
 
 
 class Lazy(Regression):
-    """Its first batch makes its parameters."""
-
     def __init__(self) -> None:
         super().__init__(partial(SGD, lr=1e-2))
         self.net = nn.Sequential(nn.LazyLinear(HIDDEN), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(1))
@@ -110,8 +105,6 @@ def test_parameters_that_the_first_batch_makes_are_stocks(mode: str) -> None:
 
 
 class Dropped(Regression):
-    """Draws random numbers in its forward."""
-
     def __init__(self) -> None:
         super().__init__(OPTIMIZERS["adamw"])
         self.net.insert(2, nn.Dropout(0.3))

@@ -32,8 +32,6 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class Evaluated(Regression):
-    """Records the dtype of its prediction's product in each stage."""
-
     def __init__(self) -> None:
         super().__init__()
         self.met: dict[str, torch.dtype] = {}
@@ -68,8 +66,6 @@ def test_every_stage_runs_in_the_same_compute_dtype(mode: str) -> None:
 
 
 class Buffered(Regression):
-    """Has a floating and a counting buffer, under a BatchNorm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net.insert(1, nn.BatchNorm1d(HIDDEN))
@@ -161,8 +157,6 @@ def test_it_trains_as_one_that_was_made_fp32_again(how: str, mode: str, pins: An
 
 
 class Odd(nn.Module):
-    """A parameter of one half dtype, and buffers of every kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -179,9 +173,6 @@ def test_buffers_of_another_dtype_than_the_weights_stay_what_they_were_made(mode
     found = {name[2:]: str(tensor.dtype)[6:] for name, tensor in odd.inner.named_buffers()}
     assert found.pop("bfloat16") == "float32"
     assert all(name == dtype for name, dtype in found.items())
-
-
-# ---------------------------------------------------------------------- quantized weights
 
 
 WIDTH = 64
@@ -231,8 +222,6 @@ LAYERS: dict[str, Callable[[torch.dtype], nn.Module]] = {
 
 
 class Adapted(Regression):
-    """Two frozen quantized layers with LoRA on them, and an ordinary head."""
-
     def __init__(self, make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -277,7 +266,6 @@ def test_it_trains_as_stock(layer: str, mode: str) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_true_modes_leave_it(layer: str) -> None:
-    """Lightning's own cast it too."""
     trained(layer, "bf16-true", False, plugins=[plan_for("bf16-true")])
 
 
@@ -309,7 +297,6 @@ def _owner(**tensors: tuple[str, torch.dtype]) -> nn.Module:
 
 
 def _cast(owner: nn.Module) -> set[torch.dtype]:
-    """The floating dtypes that a plan in bf16-true leaves it with."""
     plan_for("bf16-true").convert_module(nn.Sequential(owner))
     return {one.dtype for one in (*owner.parameters(), *owner.buffers()) if one.is_floating_point()}
 

@@ -23,18 +23,13 @@ CONVERTED = 4
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Language]:
-    """The runs that others are compared with, made once."""
     made = {recipe: run(Language(), plan(recipe), validate=True) for recipe in RECIPES}
     return made | {"bf16": run(Language(), MixedPrecisionPlan("bf16-mixed"), validate=True)}
-
-
-# ---------------------------------------------------------------------- what is computed
 
 
 @pytest.mark.parametrize("rows", [(16,), (2, 24), (3, 7), ()], ids=str)
 @every_recipe
 def test_a_converted_layer_is_torchaos_bit_for_bit(recipe: str, rows: tuple[int, ...]) -> None:
-    """And where the rows are no multiple of 16, those of torchao are made one with zeros."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -78,9 +73,6 @@ def test_checkpointing_changes_no_bit(recipe: str, how: Any, plain: dict[str, La
     assert len(made) == (CONVERTED * (2 if recipe == "rowwise_gw_hp" else 3) + again) * 8
 
 
-# ---------------------------------------------------------------------- evaluation
-
-
 @every_recipe
 def test_evaluation_is_bf16s_own(recipe: str) -> None:
     module = run(Language(), plan(recipe), validate=True)
@@ -91,9 +83,6 @@ def test_evaluation_is_bf16s_own(recipe: str) -> None:
         assert not made
         assert torch.equal(module.logits, seen)
         assert module.logits.dtype == torch.bfloat16
-
-
-# ---------------------------------------------------------------------- nothing of it stays
 
 
 @pytest.mark.parametrize("fails_at", [-1, 3])
@@ -113,8 +102,6 @@ def test_after_a_run_and_after_a_failed_one_the_module_is_the_users(fails_at: in
         f"blocks.{index}.{name}" for index in "01" for name in ("up", "down")
     ]
 
-
-# ---------------------------------------------------------------------- MXFP8
 
 every_block_recipe = pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_gw_hp"])
 

@@ -34,7 +34,6 @@ CLIPPED = [
 
 
 def spoil(module: Any, value: float = float("inf")) -> None:
-    """In batch ``BAD`` one entry of one gradient is not finite."""
     if module.trainer.global_step == BAD:
         module.net[0].weight.grad[0, 0] = value
 

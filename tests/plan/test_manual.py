@@ -167,7 +167,6 @@ def test_an_overflow_is_skipped_and_counted_whatever_the_way(way: Any, optimizer
 
 
 def test_a_loss_is_scaled_only_for_optimizers_of_the_run() -> None:
-    """Test-time adaptation steps an optimizer of its own, which knows of no scale."""
 
     class Adapts(Manual):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -226,7 +225,6 @@ by_way = pytest.mark.parametrize("way", PAIR_WAYS, ids=lambda way: way.__name__)
 
 @by_way
 def test_two_optimizers_equal_fp32_bit_for_bit(way: Any) -> None:
-    """And the scale moves once a batch, not once an optimizer."""
     here = traced(Pair(way), plugins=[_pair_plan(growth_interval=2)])
     assert same_runs(traced(Pair(way), precision="32-true"), here)
     assert here.scales == [64.0, 128.0, 128.0, 256.0, 256.0, 512.0, 512.0, 1024.0]

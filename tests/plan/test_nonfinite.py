@@ -62,7 +62,6 @@ def test_three_skips_are_allowed_and_the_fourth_stops_the_run_by_name(mode: str,
     [("........", 0, None), (".x......", 0, 1), (".xx.xx..", 2, None), ("..xxx...", 2, 4), ("x.x.xxx.", 2, 6)],
 )
 def test_a_run_ends_on_the_step_that_exceeds_the_budget(steps: str, allowed: int, ends: int | None) -> None:
-    """``x`` is a skip: those in a row count."""
     bad = tuple(at for at, step in enumerate(steps) if step == "x")
     module, plan = Regression(overflow_at=bad), plan_for("32-true", nonfinite=NonFinite(max_consecutive=allowed))
     if ends is None:

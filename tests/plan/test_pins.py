@@ -36,8 +36,6 @@ def test_a_later_plan_replaces_earlier_pins() -> None:
 
 
 class Encoder(Regression):
-    """Torch's encoder layer, which takes a fast path of its own in evaluation."""
-
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
@@ -57,8 +55,6 @@ def test_an_encoder_layer_is_evaluated_through_its_pins(pins: dict[str, str]) ->
 
 
 class Replaces(Regression):
-    """Begins its second epoch with another last layer, or with another net around it."""
-
     def __init__(self, whole: bool) -> None:
         super().__init__()
         self.whole = whole
@@ -77,8 +73,6 @@ def test_a_pinned_module_that_is_replaced_in_a_run_is_refused(whole: bool) -> No
 
 
 class Counts(Regression):
-    """How many Python calls lie between the start of its last batch and its forward."""
-
     def __init__(self, norms: int) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.LayerNorm(FEATURES) for _ in range(norms)), nn.Linear(FEATURES, 1))
@@ -103,8 +97,6 @@ def test_a_step_looks_no_pinned_module_up() -> None:
 
 
 class Reader(Regression):
-    """Multiplies with the weight of a layer that it also calls."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(FEATURES, FEATURES)
@@ -142,12 +134,7 @@ def test_in_fp32_and_for_a_pin_to_what_is_computed_nothing_deviates(checkpointin
         fit(Reader(), max_steps=1, plugins=[plan])
 
 
-# ---------------------------------------------------------------------- compiled
-
-
 class Large(LightningModule):
-    """Its activations are of 1e5, past the largest number of fp16; it keeps every step's gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

@@ -25,7 +25,6 @@ from support.traces import lightning_says, same_runs, traced
 
 
 def _state() -> dict[str, Any]:
-    """Every process-wide setting a precision plugin may touch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -43,8 +42,6 @@ def _state() -> dict[str, Any]:
 
 
 class Looks(Regression):
-    """Reads the settings while training."""
-
     def on_train_start(self) -> None:
         self.met = _state()
 
@@ -97,9 +94,6 @@ def test_autocast_is_on_in_the_forward_and_off_in_the_backward(mode: str) -> Non
         assert module.in_backward is False, f"automatic_optimization={automatic}"
 
 
-# ---------------------------------------------------------------------- TF32, each case in a process of its own
-
-
 def _after_a_newer_switch(owner: str) -> tuple[str, bool]:
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
     before = readings()
@@ -119,15 +113,12 @@ def test_tf32_that_a_newer_switch_has_set_is_refused_before_the_run(owner: str, 
 
 
 class Described(RichProgressBar):
-    """Notes what its bar says in front while it is drawn."""
-
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_start(trainer, pl_module)
         self.said = self._get_train_description(0).strip()
 
 
 def test_a_run_without_a_limit_of_epochs_leaves_no_filter() -> None:
-    """And its bar counts no further than it is."""
     with warnings.catch_warnings():
         before, bar = list(warnings.filters), Described()
         fit(
@@ -142,8 +133,6 @@ def test_a_run_without_a_limit_of_epochs_leaves_no_filter() -> None:
     assert bar.said == "Epoch 0"
     assert "_get_train_description" not in vars(bar)
 
-
-# ---------------------------------------------------------------------- callbacks
 
 FP32 = torch.float32
 sgd = partial(SGD, lr=1e-3)
@@ -165,8 +154,6 @@ def test_it_trains_what_the_plan_with_these_pins_trains(mode: str) -> None:
 
 
 class Held(Language):
-    """Counts the bytes the forward keeps for the backward."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.bytes = 0
 

@@ -81,8 +81,6 @@ def test_all_faults_of_a_plan_are_reported_together() -> None:
 
 
 class Recurrent(Regression):
-    """The regression on what an LSTM makes of its rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(16, 16, batch_first=True)
@@ -93,7 +91,6 @@ class Recurrent(Regression):
 
 @pytest.mark.parametrize("half", ["16", "bf16"])
 def test_an_lstm_under_autocast_is_refused_where_onednn_has_none(half: str) -> None:
-    """With the pin that helps."""
     mixed, name = f"{half}-mixed", "fp16" if half == "16" else half
     if cpu_has_lstm(TORCH_DTYPES[name]):
         assert fit(Recurrent(), plugins=[MixedPrecisionPlan(mixed)]).state.finished
@@ -107,8 +104,6 @@ def test_an_lstm_under_autocast_is_refused_where_onednn_has_none(half: str) -> N
     plans = (*pinned, MixedPrecisionPlan(f"{half}-true"))
     assert all(fit(Recurrent(), plugins=[plan]).state.finished for plan in plans)
 
-
-# ---------------------------------------------------------------------- past the plan
 
 PLAIN = partial(SGD, lr=1e-3)
 
@@ -129,8 +124,6 @@ def test_a_bare_backward_under_a_loss_scale_is_refused_before_it_is_applied(mode
 
 
 class Raw(Regression):
-    """Steps what the optimizer that Lightning hands over is wrapped around."""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         self.trainer.optimizers[0].step(optimizer_closure)
 
@@ -188,11 +181,7 @@ class TestWhereAPlanDoesNotBelong:
             runner.strategy.optimizer_step(runner.optimizers[0], lambda: None)
 
 
-# ---------------------------------------------------------------------- strategies
-
-
 def _faults(kind: Any, options: dict[str, Any], precision: str = "bf16-mixed", **fields: Any) -> tuple[Any, ...]:
-    """What a plan says of the strategy, in a run on two processes."""
     module, plan = Regression(), MixedPrecisionPlan(precision, **fields)
     strategy = kind(cluster_environment=LightningEnvironment(), **options)
     module.trainer = trainer(plugins=[plan], strategy=strategy, devices=2)

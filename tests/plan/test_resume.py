@@ -46,7 +46,6 @@ def test_the_checkpoint_is_plain_and_under_the_plans_name(mode: str, tmp_path: P
 
 
 def test_a_streak_goes_on_over_the_interruption(tmp_path: Path) -> None:
-    """Two bad steps before, two after, three allowed: the fourth stops the run."""
     budget = NonFinite(max_consecutive=3)
     bad = (2, 3, 4, 5)
     with pytest.raises(NonFiniteError):
@@ -89,7 +88,6 @@ def test_our_checkpoint_loads_into_stock_lightning(tmp_path: Path) -> None:
     ("before", "after"), [("16-mixed", "bf16-mixed"), ("bf16-mixed", "16-mixed"), ("32-true", "16-true")]
 )
 def test_a_run_may_go_on_in_another_mode(before: str, after: str, tmp_path: Path) -> None:
-    """The counts go on; a scale starts where the new plan says."""
     _save(tmp_path, plan_for(before), 4, bad=(1,))
     plan = plan_for(after)
     module, trace = _resume(tmp_path / "4.ckpt", plan)

@@ -47,7 +47,6 @@ BAD = (0, 1, 3, 7, 8, 15)
 
 @cache
 def _stock_sequence(scheduler: str) -> list[float]:
-    """The learning rate of each step of stock Lightning when nothing is skipped."""
     module = Regression(adamw, SCHEDULERS[scheduler])
     fit(module, precision="32-true", max_epochs=2)
     return module.lrs

@@ -37,7 +37,6 @@ REPEATABLE = [
 
 
 def _without(*bad: int) -> Any:
-    """``batches()`` without some of them."""
     rows = [row for batch in range(STEPS) if batch not in bad for row in range(8 * batch, 8 * batch + 8)]
     return DataLoader(Subset(batches().dataset, rows), batch_size=8)
 
@@ -66,8 +65,6 @@ def test_a_real_fp16_overflow_is_skipped() -> None:
 
 
 class Restarts(Callback):
-    """Makes the optimizers anew in the midst of a run."""
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             trainer.strategy.setup_optimizers(trainer)
@@ -80,12 +77,7 @@ def test_a_run_whose_optimizers_are_made_anew_goes_on_under_its_scale() -> None:
     assert plan.scaler.get_scale() == 2.0**11, "2**12 after six clean steps, halved by the seventh"
 
 
-# ---------------------------------------------------------------------- windows
-
-
 class Watched(Regression):
-    """One batch's gradients are infinite."""
-
     def __init__(self, bad: int) -> None:
         super().__init__()
         self.bad = bad
@@ -102,7 +94,6 @@ class Watched(Regression):
 @pytest.mark.parametrize("batch", [0, 4, 7])
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed", "16-true"])
 def test_an_overflow_spoils_its_window_alone(mode: str, batch: int) -> None:
-    """Windows of 3, 3 and 2 micro-batches: whichever of them holds the bad one is skipped whole."""
     plan = plan_for(mode)
     trace = traced(Watched(batch), plugins=[plan], accumulate_grad_batches=3)
     bad = batch // 3
@@ -115,8 +106,6 @@ def test_an_overflow_spoils_its_window_alone(mode: str, batch: int) -> None:
 
 
 class Declines(Regression):
-    """Its ``training_step`` returns ``None`` for chosen batches."""
-
     def __init__(self, *declined: int) -> None:
         super().__init__(OPTIMIZERS["adamw-fused"])
         self.declined = declined

@@ -122,9 +122,6 @@ def test_estimate_refuses(name: str) -> None:
         assert part in str(error.value)
 
 
-# ---------------------------------------------------------------------- tables
-
-
 def test_every_strategy_of_the_planner_is_one_of_the_package() -> None:
     assert set(STRATEGIES) <= set(REGISTERED)
 
@@ -145,15 +142,11 @@ def test_bytes_a_parameter(precision: str) -> None:
     assert sum(held(precision, "fsdp2_offload", 8)) == 0
 
 
-# ---------------------------------------------------------------------- the command and the file
-
-
 def _run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
 def _composed(run: Path, *arguments: str) -> Any:
-    """The config that train makes of the file that advise writes."""
     told = _run("advise", *arguments, "--out", str(run))
     assert told.exit_code == 0, told.output
     shown = _run("train", str(run), "--show")
@@ -220,9 +213,6 @@ def test_of_a_module_there_is_advice_and_no_file() -> None:
 def test_every_choice_has_a_file() -> None:
     found: Advice = advise(SEVEN, gpu="h100-80", gpus=8)
     assert all(each.strategy in found.yaml(each) for each in found.choices)
-
-
-# ---------------------------------------------------------------------- shapes
 
 
 def test_a_shape_refuses_what_is_no_number() -> None:
@@ -326,9 +316,6 @@ def test_memory_counts_all_experts_and_flops_those_of_a_token(case: str) -> None
 def test_a_config_of_another_kind_is_refused(given: Any, text: str) -> None:
     with pytest.raises(PlanError, match=text):
         ModelShape.from_config(given)
-
-
-# ---------------------------------------------------------------------- the guide
 
 
 def test_the_guides_tables_are_those_of_the_code() -> None:

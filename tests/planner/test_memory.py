@@ -49,8 +49,6 @@ BATCH = (torch.ones(8, 16), torch.ones(8, 1))
 
 
 class _Reads(Regression):
-    """Does ``what`` with its loss."""
-
     def __init__(self, what: Any) -> None:
         super().__init__()
         self._what = what
@@ -91,8 +89,6 @@ def test_everything_is_as_before(
 
 
 class _Optimized(Trained):
-    """Trained by the optimizer of that name, on the weights that have two dimensions."""
-
     def configure_optimizers(self) -> Any:
         return getattr(torch.optim, self._optimizer)([p for p in self.parameters() if p.ndim == 2])
 

@@ -103,7 +103,6 @@ def test_a_convention_gives_its_sources_own_figure(convention: str, count: int, 
 
 
 def test_leaving_each_model_out_the_range_holds_what_was_measured() -> None:
-    """The figures of docs/reference/planner.md."""
     found: list[tuple[Run, float]] = []
     for model in dict.fromkeys(run.model for run in HALF):
         fitted = fit([run for run in HALF if run.model != model])
@@ -124,11 +123,7 @@ def test_memory_is_near_what_was_measured() -> None:
     assert (min(errors), max(errors)) == pytest.approx((-0.32, 0.52), abs=0.005)
 
 
-# ---------------------------------------------------------------------- GPUs
-
-
 def test_every_gpu_has_a_peak_in_what_it_computes() -> None:
-    """Words of the table find the line of peaks that is meant, and a link is no faster than its memory."""
     for gpu in GPUS.values():
         for precision in ("32-true", "16-mixed", *(["bf16-mixed"] if gpu.device.tf32 else [])):
             assert gpu.peak(precision) is not None, (gpu.word, precision)

@@ -42,8 +42,6 @@ def test_every_form_is_the_same_plain_mapping(form: Callable[[Path, Any], Any], 
     assert (type(found), type(found["pins"]), type(found["pins"][0])) == (dict, list, dict)
 
 
-# ---------------------------------------------------------------------- against Hydra
-
 HYDRA: dict[str, dict[str, Any]] = {
     "plain": {"precision": "bf16-mixed"},
     "pieces": {
@@ -76,9 +74,6 @@ def test_a_config_with_targets_means_what_hydra_makes_of_it(config: dict[str, An
 @pytest.mark.parametrize(("word", "precision"), [("bf16", "bf16-mixed"), (16, "16-mixed"), ("fp16-true", "16-true")])
 def test_a_word_is_the_plan_of_that_precision(word: Any, precision: str) -> None:
     assert MixedPrecisionPlan.from_config(word).policy == MixedPrecisionPlan(precision).policy
-
-
-# ---------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from lightning_mp.policy import PRECISIONS, precision_word
 from lightning_mp.policy.precision_policy import TF32_SETTINGS
 from support.policies import policies
 
-# ---------------------------------------------------------------------- round trips
-
 
 @settings(max_examples=60)
 @given(policy=policies())
@@ -48,9 +46,6 @@ def test_a_policy_is_frozen_hashable_and_takes_keywords_only() -> None:
     assert hash(policy) == hash(PrecisionPolicy.from_dict(policy.to_dict()))
 
 
-# ---------------------------------------------------------------------- what the modes are
-
-
 @pytest.mark.parametrize(
     ("precision", "stored", "computed", "mixed", "scaled"),
     [
@@ -74,9 +69,6 @@ def test_the_default_is_bf16_mixed_that_skips_non_finite_steps() -> None:
     assert policy.nonfinite == NonFinite(action="skip", max_consecutive=100)
 
 
-# ---------------------------------------------------------------------- dtypes
-
-
 @pytest.mark.parametrize(
     ("written", "name"),
     [
@@ -97,8 +89,6 @@ def test_what_is_no_format_to_store_in_is_refused_with_the_list(written: Any) ->
     (fault,) = error.value.faults
     assert (fault.problem, fault.allowed) == (f"pin 'norm': dtype={written!r}", "fp32, bf16, fp16")
 
-
-# ---------------------------------------------------------------------- forms
 
 NORM = (Pin("*norm*", "fp32"),)
 
@@ -134,8 +124,6 @@ def test_tf32_may_be_a_switch_or_torchs_word(written: Any, expected: str | None)
     assert PrecisionPolicy(tf32=written).tf32 == expected
 
 
-# ---------------------------------------------------------------------- words
-
 WORDS: dict[str, tuple[Any, ...]] = {
     "16-mixed": (16, "16", "fp16", "float16", "half", torch.float16, "FP16", "Half", "16_mixed", " 16-mixed "),
     "bf16-mixed": ("bf16", "bfloat16", torch.bfloat16, "BF16", "bfloat16-mixed", "bf16_mixed"),
@@ -166,9 +154,6 @@ def test_lightnings_own_words_mean_what_they_mean_to_its_trainer(word: str) -> N
 )
 def test_other_words_mean_none(other: Any) -> None:
     assert precision_word(other) is None
-
-
-# ---------------------------------------------------------------------- FP8
 
 
 def test_the_defaults_are_rowwise_with_bf16_evaluation_and_the_head_left_out() -> None:
@@ -214,8 +199,6 @@ def test_it_is_refused_beside_another_precision(precision: str) -> None:
     with pytest.raises(PlanError, match="'fp8-mixed'"):
         MixedPrecisionPlan(precision, fp8=FP8())
 
-
-# ---------------------------------------------------------------------- bad input
 
 MODES = ", ".join(PRECISIONS)
 STORED = "fp32, bf16, fp16"
@@ -282,7 +265,6 @@ def test_a_fault_says_what_was_given_what_is_allowed_and_what_to_do(
     ],
 )
 def test_a_keyword_the_plan_does_not_have_is_refused(keyword: str, fix: str) -> None:
-    """With the nearest, and all there are."""
     with pytest.raises(PlanError) as error:
         MixedPrecisionPlan("16-mixed", **{keyword: None})  # type: ignore[arg-type]
     (fault,) = error.value.faults
@@ -313,8 +295,6 @@ def test_every_fault_of_every_field_is_told_at_once() -> None:
     }
     assert str(error.value).startswith("MixedPrecisionPlan: 15 errors.")
 
-
-# ---------------------------------------------------------------------- loss scaling
 
 NAN, INF = float("nan"), float("inf")
 FRACTION, WHOLE = "a number between 0 and 1, both left out", "a whole number >= "
@@ -357,9 +337,6 @@ def test_alone_it_is_torchs_rule_with_a_floor_of_1_that_is_held() -> None:
     alone = LossScaling()
     assert (alone.min_scale, alone.at_min) == (1.0, "hold")
     assert {**asdict(alone), "min_scale": 0.0} == asdict(LossScaling.torch())
-
-
-# ---------------------------------------------------------------------- the constructors
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,6 @@ def test_a_pin_that_was_lost_shows_without_a_plan() -> None:
 
 
 class Asks(Callback):
-    """Audits in the middle of a run."""
-
     def __init__(self) -> None:
         self.reports: list[AuditReport] = []
 

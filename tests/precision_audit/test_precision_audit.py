@@ -32,7 +32,6 @@ def _bf16(**options: Any) -> dict[str, Any]:
 
 
 def _audited(module: LightningModule, folder: Path, **arguments: Any) -> tuple[PrecisionAudit, list[str]]:
-    """A run of two steps with an audit, and what it warned of."""
     callback = PrecisionAudit(run_dir=folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -103,8 +102,6 @@ def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.Log
 
 
 class Hooked(Regression):
-    """Notes in which steps hooks stand."""
-
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__(optimizer)
         self.hooked: list[bool] = []
@@ -135,14 +132,10 @@ def test_hooks_stand_in_the_steps_looked_at_alone(
     assert callback.rows[0].optimizer_state == "fp32"
 
 
-# ---------------------------------------------------------------------- FP8
-
 CONVERTED = {f"blocks.{index}.{name}" for index in "01" for name in ("up", "down")}
 
 
 class Planted(Blocks):
-    """The first block's second layer is used without being called."""
-
     def __init__(self) -> None:
         super().__init__()
         down = self.blocks[0].down
@@ -218,8 +211,6 @@ def test_language_models(name: str, recomputed: str, pinned: bool, mode: str, tm
 
 
 class Recurrent(nn.Module):
-    """Token embeddings, a recurrent layer, a head."""
-
     def __init__(self, kind: Any) -> None:
         super().__init__()
         self.embed, self.cells, self.head = nn.Embedding(10, 8), kind(8, 8, batch_first=True), nn.Linear(8, 2)
@@ -229,8 +220,6 @@ class Recurrent(nn.Module):
 
 
 class PartlyUsed(nn.Module):
-    """A frozen layer, one that is never called, and a weight of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.frozen, self.idle, self.last = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 2)
@@ -265,8 +254,6 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
 
 
 class Vanishing(LightningModule):
-    """Trains ``net`` to give nothing."""
-
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net

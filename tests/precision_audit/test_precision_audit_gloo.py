@@ -27,8 +27,6 @@ pytestmark = pytest.mark.gloo
 
 @dataclass(frozen=True)
 class Audited:
-    """Two audited steps on a small Llama."""
-
     strategy: str
     mode: str
     folder: Path
@@ -52,8 +50,6 @@ class Audited:
 
 
 class CastOnOneRank(Regression):
-    """On rank 1 the last layer runs outside autocast."""
-
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         hidden = self.net[:3](x)
@@ -62,8 +58,6 @@ class CastOnOneRank(Regression):
 
 
 class Compressed(Regression):
-    """It registers a compressing hook where nobody declared one."""
-
     def on_fit_start(self) -> None:
         self.trainer.model.register_comm_hook(None, fp16_compress_hook)
 

@@ -41,7 +41,6 @@ def fp8(**fields: object) -> MixedPrecisionPlan:
 
 
 def half(dtype: torch.dtype = torch.bfloat16, *layers: int) -> nn.Sequential:
-    """The net with all of it, or those layers, in half precision."""
     model = net()
     for layer in layers or (0, 2):
         model[layer].to(dtype)
@@ -53,8 +52,6 @@ def with_norm(norm: nn.Module) -> nn.Module:
 
 
 class OwnNorm(nn.Module):
-    """An RMS norm of someone's own, which squares in the dtype that comes in."""
-
     def __init__(self, width: int = 16, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -307,7 +304,6 @@ def _lora(build: Any, *, reentrant: bool | None, input_gradients: bool = False) 
 
 
 def _gradients(model: nn.Module) -> int:
-    """How many trained weights get a gradient."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True", UserWarning)
         loss = hf.loss_of(model, hf.tokens())

@@ -60,7 +60,6 @@ def test_a_true_mode_is_told_no_more_than_that_it_is_one(name: str, mode: str) -
     assert set(found(HEALTHY[name](), MixedPrecisionPlan(mode))) <= told
 
 
-# ------------------------------------------------------------------ nothing is changed
 class Sick(Wrapped):
     """Something for every check to look at."""
 
@@ -89,7 +88,6 @@ def test_the_model_is_left_as_it_is(mode: str, stock: bool) -> None:
     assert model.calls == 0
 
 
-# ------------------------------------------------------------------ what it takes
 def test_the_most_severe_comes_first() -> None:
     severities = [finding.severity for finding in doctor(Sick(), "16-true", device=A100)]
     assert severities == sorted(severities, key=["error", "warning", "info"].index)
@@ -169,8 +167,6 @@ def test_one_warning_names_code_and_command_and_a_healthy_fit_says_nothing(mode:
     assert "'lightning-mp doctor CONFIG'" in text
 
 
-# ---------------------------------------------------------------------- the command
-
 CONFIG = """
 plan: {precision: 16-mixed, pins: {LayerNorm: fp32}}
 model: {_target_: support.hf.gpt2}
@@ -239,7 +235,6 @@ def test_the_list_reads_what_why_do(config: Path) -> None:
 
 @pytest.mark.slow
 def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defaults list, groups of one's own and modules beside the file are found as they are there."""
     (tmp_path / "conf" / "plan").mkdir(parents=True)
     (tmp_path / "conf" / "plan" / "ours.yaml").write_text("defaults: [fp16_true]\n")
     (tmp_path / "beside.py").write_text("from support.hf import gpt2 as net\n")
@@ -250,9 +245,6 @@ def test_it_examines_what_train_would_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert "LMP001" in _run(path, "plan=ours", "--config-dir", tmp_path / "conf").stdout
     assert "Could not find 'plan/ours'" in _refusal(path, "plan=ours")
     assert _run("experiment=llama_tiny", "plan=fp16").output == HEALTHY_OUTPUT
-
-
-# ------------------------------------------------------------------ bad input
 
 
 def test_what_is_wrong_is_named_together_one_fault_a_line(config: Path) -> None:

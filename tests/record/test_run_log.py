@@ -26,8 +26,6 @@ OWN = ("metrics.jsonl", "run.json", "report.html", "events.jsonl", "audit.json")
 
 
 class Writes(Callback):
-    """Opens the folder when training starts, writes a line a step, and closes it."""
-
     def __init__(self, run_dir: Path | str | None = None, name: str = "Writes") -> None:
         self.run_dir, self.name = run_dir, name
         self.folder: RunFolder | None = None
@@ -46,7 +44,6 @@ class Writes(Callback):
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, with files of the user's own."""
     monkeypatch.chdir(tmp_path)
     for name in OWN:
         (tmp_path / name).write_text("mine\n")

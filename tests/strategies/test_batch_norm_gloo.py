@@ -57,8 +57,6 @@ def test_on_one_device_there_is_nothing_to_synchronize() -> None:
 
 
 class AndReLU(nn.BatchNorm1d):
-    """More than a norm."""
-
     def forward(self, input: Any) -> Any:
         return super().forward(input).relu()
 

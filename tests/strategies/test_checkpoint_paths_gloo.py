@@ -33,8 +33,6 @@ ANYWHERE = {"fsdp2": {}, "hsdp": {"device_mesh": (2, 1)}}
 
 
 class InFolders(TorchCheckpointIO):
-    """A checkpoint is a folder with two files."""
-
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint.pop("state_dict"), f"{path}/weights")
         super().save_checkpoint(checkpoint, f"{path}/rest")
@@ -53,8 +51,6 @@ def _runner(strategy: str, options: dict[str, Any], plugins: Any = (), **argumen
 
 
 class Watched(Staged):
-    """Notes the weights that a fit or a test begins with."""
-
     def no_gradient_is_looked_at(self, *_: Any) -> None: ...
 
     on_after_backward = on_before_optimizer_step = on_before_zero_grad = no_gradient_is_looked_at
@@ -75,8 +71,6 @@ class Watched(Staged):
 
 @dataclass(frozen=True)
 class GoesOn:
-    """A fit that is saved at ``path``, and one that goes on from there."""
-
     strategy: str
     path: str
     folders: bool = False
@@ -120,8 +114,6 @@ def test_a_run_goes_on_from_shards_in_a_bucket(ranks: Ranks, tmp_path: Path, str
 
 @dataclass(frozen=True)
 class Refused:
-    """What a fit says of a remote folder for DeepSpeed's files, and what saving there by hand does."""
-
     def run(self) -> list[str]:
         saves = _runner("deepspeed_zero1", {}, callbacks=[ModelCheckpoint("shelf:///tmp/shards")])
         with pytest.raises(PlanError) as before:
@@ -142,8 +134,6 @@ def test_deepspeeds_files_are_not_written_to_a_remote_folder(ranks: Ranks) -> No
 
 @dataclass(frozen=True)
 class AnotherModule:
-    """One Trainer fits a module and tests another with a folder that it saved before."""
-
     strategy: str
     path: str
 

@@ -97,8 +97,6 @@ def _overflowing(module: LightningModule, loss: Tensor) -> Tensor:
 
 
 class Watch(Callback):
-    """Weights and the plan's state at the start, at the save and at the end; rates, scales and skips by step."""
-
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.seen: dict[str, Any] = {"rates": [], "scales": [], "skipped": []}
@@ -239,7 +237,6 @@ class Runs:
         return self._run(Saved(self.folder, case, writer), writer)
 
     def resumed(self, case: str, writer: str, reader: str) -> list[dict[str, Any]]:
-        """A run that was saved, which goes on."""
         self.saved(case, writer)
         return self._run(Resumed(self.path(case, writer), case, reader), reader)
 
@@ -278,7 +275,6 @@ def _within(case: str) -> float:
 
 @pytest.mark.parametrize(("case", "writer", "reader"), [*TWO, *ONE])
 def test_the_run_goes_on_where_it_was_saved(runs: Runs, case: str, writer: str, reader: str) -> None:
-    """Weights in their dtypes, scale, its counters, skips and rates; the optimizer, or a line that says it is not."""
     carries, anew = _carries_optimizer(writer, reader), ("starts at zero", "starts from scratch")
     said = [line for line in runs.resumed(case, writer, reader)[0]["said"] if any(words in line for words in anew)]
     assert len(said) == (not carries)
@@ -299,7 +295,6 @@ def test_the_run_goes_on_where_it_was_saved(runs: Runs, case: str, writer: str, 
 
 
 def test_the_saved_runs_are_what_the_others_are_held_against(runs: Runs) -> None:
-    """Every number that is compared has moved: hysteresis was spent before the save, and the scale grows after it."""
     for writer in (*SINGLE, *WRITERS):
         for run in runs.saved("16-mixed", writer):
             assert run["skipped"] == [step in OVERFLOWS for step in range(STEPS)]
@@ -325,9 +320,6 @@ def test_a_weight_that_is_missing_is_named(runs: Runs, tmp_path: Path, reader: s
     for error in runs.ranks.run(Refused(Resumed(tmp_path / "lost.ckpt", "16-mixed", reader))):
         assert "Error(s) in loading state_dict" in error
         assert LOST in error.splitlines()[-1] or LOST in error.splitlines()[-2]
-
-
-# ------------------------------------------------------------------ consolidating
 
 
 @pytest.mark.parametrize(("case", "writer"), [pair for pair in WRITTEN if pair[1] not in SINGLE])

@@ -151,8 +151,6 @@ class TestTheStrategyBringsItsPlan:
             _trainer(strategy=f"mp_{name}", plugins=[FSDPPrecision("bf16-mixed")])
 
 
-# ---------------------------------------------------------------------- the registry
-
 ORDERS = {
     "the plan first": "from lightning_mp import MixedPrecisionPlan; import {copy}; plan = MixedPrecisionPlan()",
     "Lightning first": "import {copy}; from lightning_mp import MixedPrecisionPlan",

@@ -99,7 +99,6 @@ WAITS = ("deepspeed_zero3", 2, [*HEADS_APART, *ONE_RANK_MIDWAY, "a_layer_is_used
 
 
 def cells() -> Iterator[Any]:
-    """Each feature on one or two of the strategies in one of its variants; ``make test-whole`` runs all."""
     for place, column in enumerate(REFUSED):
         for turn, name in enumerate(FEATURE):
             variants = [one for one in VARIANTS if one[1] == 1 or name not in OWN_WINDOWS]
@@ -125,7 +124,6 @@ def fsdp1() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def one_device() -> Iterator[Ranks]:
-    """A process, and what ran in it."""
     with Ranks(1) as ranks:
         yield ranks
 

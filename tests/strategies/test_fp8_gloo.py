@@ -42,7 +42,6 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ],
 )
 def test_sharding_changes_no_bit(ranks: Ranks, strategy: str, options: Any, pins: dict[str, str]) -> None:
-    """Also where the model is sharded already, in what follows the fit."""
     whole = ranks.run(Across("ddp", pins=pins))[0]
     found = ranks.run(Across(strategy, pins=pins, options=options))[0]
     assert equal(found, whole)
@@ -79,7 +78,6 @@ def test_zero_3_and_tensor_parallel_round_the_bf16_products_another_way(
     ],
 )
 def test_weights_gathered_in_fp8_change_no_bit(ranks: Ranks, strategy: str, options: Any, pins: dict[str, str]) -> None:
-    """And evaluation gathers what is stored, which is all that a checkpoint has."""
     found = ranks.run(Across(strategy, "tensorwise", pins=pins, options=options, rule={"all_gather": True}))[0]
     assert equal(found, ranks.run(Across("ddp", "tensorwise", pins=pins))[0])
     assert torch.equal(found["logits"], found["validated"])
@@ -101,8 +99,6 @@ def test_what_cannot_gather_in_fp8_is_refused(ranks: Ranks, strategy: str, optio
     assert given == f"FP8(all_gather=True) {says}"
 
 
-# ---------------------------------------------------------------------- stochastic rounding
-
 optim = pytest.importorskip("torchao.optim")
 
 
@@ -115,8 +111,6 @@ class DrawsApart(Regression):
 
 @dataclass(frozen=True)
 class Rounded:
-    """The weights, what a rank drew next, and what its seed gives."""
-
     def run(self) -> dict[str, Any]:
         torch.manual_seed(0)
         module = DrawsApart(partial(optim._AdamW, lr=1e-3, bf16_stochastic_round=True))

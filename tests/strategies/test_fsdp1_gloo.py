@@ -31,8 +31,6 @@ OVERFLOWS = partial(Even, bad=(BAD_STEP,), schedule=True)
 
 
 class Frozen(Ranked):
-    """Some parameters do not train, and groups are by ``dim()``."""
-
     def __init__(self) -> None:
         super().__init__(optimizer="groups", even=True)
         self.net[0].requires_grad_(False)
@@ -78,9 +76,6 @@ def test_options_optimizers_and_models_mean_what_they_mean_under_ddp(ranks: Rank
     assert same_weights(one["sharded"]["weights"], other["sharded"]["weights"])
 
 
-# ------------------------------------------------------------------ refusals
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -102,24 +97,18 @@ def test_what_contradicts_a_plan_is_refused_at_construction(options: dict[str, A
 
 
 class Wrapped(Ranked):
-    """It wraps a layer itself."""
-
     def configure_model(self) -> None:
         if not isinstance(self.net[0], FullyShardedDataParallel):
             self.net[0] = FullyShardedDataParallel(self.net[0], device_id=torch.device("cpu"))
 
 
 class Holds(Ranked):
-    """It holds one parameter more."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.more = nn.Parameter(torch.ones(3, **options), requires_grad=False)
 
 
 class Finetuned(Ranked):
-    """It has the backbone that Lightning's callback asks for."""
-
     @property
     def backbone(self) -> nn.Module:
         return self.net[0]

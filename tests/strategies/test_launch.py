@@ -45,7 +45,6 @@ REFUSED = "plain, a plan that cannot run"
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ended, Path]]:
-    """How a launch ended, and its folder; each is made once."""
     launches = {name: launch for name, (launch, _) in TRAINS.items()} | FAILS
     launches[REFUSED] = _launch(strategy="fsdp2", fail="plan")
 

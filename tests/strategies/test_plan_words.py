@@ -81,7 +81,6 @@ def test_a_plan_by_name_is_the_runs_beside_any_precision(name: str, caplog: pyte
 
 
 def _four_steps_by_words(*names: str) -> list[tuple[str, int]]:
-    """What the plan of a fit by words alone was, and its steps, by strategy."""
     register_plan("mine", MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"}))
     found = list[tuple[str, int]]()
     for name in names:
@@ -95,9 +94,6 @@ def _four_steps_by_words(*names: str) -> list[tuple[str, int]]:
 def test_a_sharding_strategy_runs_the_plan_of_that_name() -> None:
     expected = (repr(MixedPrecisionPlan("16-mixed", pins={"norms": "fp32"})), 4)
     assert in_a_process(_four_steps_by_words, "fsdp2", "deepspeed_zero2") == [expected] * 2
-
-
-# ------------------------------------------------------------------ lives of packages
 
 
 def _ways(plan: MixedPrecisionPlan) -> dict[str, dict[str, Any]]:
@@ -125,8 +121,6 @@ def test_arguments_are_kept_and_used_for_many_trainers(way: str) -> None:
 
 
 class Predicting(Regression):
-    """The regression, predicted and validated too."""
-
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch[0])
 
@@ -135,8 +129,6 @@ class Predicting(Regression):
 
 
 class RunsInside(Callback):
-    """Predicts and validates another module with a Trainer of its own after the third step of a fit, or the same."""
-
     def __init__(self, arguments: dict[str, Any], same: bool = False) -> None:
         self.arguments, self.same, self.dtypes = arguments, same, set[Any]()
 
@@ -193,8 +185,6 @@ def test_trainers_that_take_turns_keep_their_scales() -> None:
 
 
 class Keeps(Regression):
-    """Saves a plan, or a package's arguments, among its hyperparameters."""
-
     def __init__(self, plan: MixedPrecisionPlan, lr: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()

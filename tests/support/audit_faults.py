@@ -12,23 +12,17 @@ from support.models import FEATURES, HIDDEN, Regression
 
 
 class CastBehind(Regression):
-    """It casts a layer after the plan was applied."""
-
     def on_train_start(self) -> None:
         self.net[3].bfloat16()
 
 
 class HalfCheckpoint(Regression):
-    """It was loaded from a checkpoint in bf16."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net.bfloat16()
 
 
 class OutsideAutocast(Regression):
-    """One layer is called with autocast turned off around it."""
-
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         hidden = self.net[:3](x)
@@ -37,8 +31,6 @@ class OutsideAutocast(Regression):
 
 
 class TurnsAutocastOff(nn.Module):
-    """A block without weights of its own that computes a product outside autocast."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             x = x.float()
@@ -79,8 +71,6 @@ class LostPin(Regression):
 
 
 class _KeepsAverages(torch.optim.SGD):
-    """SGD that keeps a running average in a dtype of its own."""
-
     def __init__(self, parameters: Any, dtype: torch.dtype) -> None:
         super().__init__(parameters, lr=1e-3)
         self.dtype = dtype
@@ -108,8 +98,6 @@ FullState = partial(Regression, partial(_KeepsAverages, dtype=torch.float32))
 
 
 class RootProduct(Regression):
-    """Its loss multiplies outside autocast, in the step itself."""
-
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         with torch.autocast("cpu", enabled=False):

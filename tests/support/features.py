@@ -181,8 +181,6 @@ class LogsNorms(Net):
 
 
 class Clamps(Net):
-    """Clips weights, as of a WGAN's critic."""
-
     gathers = False
 
     def on_train_batch_end(self, *rest: Any) -> None:
@@ -236,8 +234,6 @@ class Unused(Net):
 
 
 class OneRank(Net):
-    """Half of the batch, and so one of two ranks, leaves a layer out."""
-
     logs = False
 
     def half(self, batch: Any, part: int) -> Tensor:
@@ -271,8 +267,6 @@ class Switches(Net):
 
 
 class OneRankSwitches(OneRank, Switches):
-    """What is frozen or trained is what one of two ranks leaves out."""
-
     make_optimizer, part = staticmethod(plain), "middle"
 
 
@@ -330,8 +324,6 @@ class Normed(Net):
 
 
 class Manual(Net):
-    """``backward`` is torch's own, or Lightning's; a step is made every ``window`` batches, once of a bad gradient."""
-
     bare, window, poisons = False, 1, False
 
     def __init__(self, **options: Any) -> None:
@@ -449,7 +441,6 @@ def saved_after_validation(host: Host) -> dict[str, Any]:
 
 
 def batch_norm_evaluated(host: Host) -> dict[str, Any]:
-    """How far the statistics that the model is evaluated with are from those that are saved."""
     saves = callbacks.ModelCheckpoint(dirpath=host.folder / "norm", save_last=True)
     module, trainer = Normed(), host.trainer(callbacks=[saves], enable_checkpointing=True)
     trainer.fit(module, data(), data(2))

@@ -45,8 +45,6 @@ class Text(Language):
 
 
 class Counted(Text):
-    """Looks at what its graph keeps when a forward is over."""
-
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
         #: bytes of half-precision copies of block weights that wait for the backward pass
@@ -72,8 +70,6 @@ class Counted(Text):
 
 @dataclass(frozen=True)
 class Bytes:
-    """A model's run under FSDP2 and DDP, and what crossed in each step."""
-
     kind: str
     mode: str = "bf16-mixed"
     options: dict[str, Any] = field(default_factory=dict)

@@ -17,8 +17,6 @@ from support.oracles import plan_for
 from support.running import fit
 from support.sharded import PINS, WAIT, Language, Ranked, RefusedWay, fsdp2, rank, refused, trained, whole, world
 
-# ------------------------------------------------------------------ how users write them
-
 
 class Direct(Ranked):
     """The module holds a parameter itself, uses it in the step, and calls ``self(x)``."""
@@ -59,12 +57,7 @@ class Parts(Ranked):
         return (hidden.float().sum(1, keepdim=True) - y).pow(2).mean() + penalty
 
 
-# ------------------------------------------------------------------ the meta device
-
-
 class Tied(nn.Module):
-    """Weights tied by hand, a buffer, and an initialisation of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
@@ -82,8 +75,6 @@ class Tied(nn.Module):
 
 
 class Bare(nn.Module):
-    """Nothing says how to initialise it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(FEATURES))
@@ -93,8 +84,6 @@ class Bare(nn.Module):
 
 
 class Late(Ranked):
-    """Makes its net on the meta device: at once, or where ``configure_model`` is called."""
-
     def __init__(self, layer: Any, *, at_once: bool = False, gain: bool = False) -> None:
         super().__init__()
         self.layer, self.made = layer, False
@@ -119,8 +108,6 @@ def _start_and_train(module: LightningModule, mode: str, **options: Any) -> dict
 
 @dataclass(frozen=True)
 class OnMeta:
-    """A plain module, made at once or in ``configure_model``; ranks draw different numbers."""
-
     at_once: bool
 
     def run(self) -> dict[str, Any]:
@@ -130,8 +117,6 @@ class OnMeta:
 
 @dataclass(frozen=True)
 class LlamaOnMeta:
-    """A tied Llama, and the same model made as usual."""
-
     def run(self) -> dict[str, Any]:
         torch.manual_seed(3 + rank())
         module, strategy = Language("tied llama", meta=True), {"wrap": None}
@@ -140,9 +125,6 @@ class LlamaOnMeta:
         model = cast("Any", module.model)
         tied = model.lm_head.weight is model.get_input_embeddings().weight
         return {**result, "tied": tied, "usual": whole(Language("tied llama"))}
-
-
-# ------------------------------------------------------------------ sharded by their users
 
 
 class OwnSharding(Ranked):
@@ -167,8 +149,6 @@ class OwnSharding(Ranked):
 
 @dataclass(frozen=True)
 class UsersOwn:
-    """A model that its user shards, beside the plan's own sharding; or what is said of it."""
-
     mode: str
     dtypes: tuple[torch.dtype, torch.dtype]
     policy: dict[str, Any]
@@ -184,9 +164,6 @@ class UsersOwn:
         return {**found, "sharded": trained(self.mode, fsdp2(), Ranked(), pins=PINS)} if found else said
 
 
-# ------------------------------------------------------------------ refusals
-
-
 def _fitted(module: LightningModule, host: dict[str, Any], mode: str = "bf16-mixed", **plan: Any) -> Any:
     return fit(module, plugins=[plan_for(mode, **plan)], **host)
 
@@ -198,16 +175,12 @@ def _stored_twice() -> None:
 
 
 class Unfit(Ranked):
-    """Holds a parameter without a dimension, and an embedding that scales its rows in the forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale, self.table = nn.Parameter(torch.tensor(1.0)), nn.Embedding(4, 4, max_norm=0.5)
 
 
 class Penalised(Ranked):
-    """A weight of another unit is in the loss."""
-
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + self.net[0].weight.float().pow(2).sum()
 

@@ -59,8 +59,6 @@ def _kind(host: str) -> type[Ranked]:
 
 @dataclass(frozen=True)
 class Guarded:
-    """A guarded run, beside one without the bad batches."""
-
     host: str
     mode: str
     how: str

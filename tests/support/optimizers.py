@@ -10,8 +10,6 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 
 class Delegating:
-    """A wrapper that is no ``Optimizer`` and hands on whatever it does not have itself."""
-
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
 
@@ -23,8 +21,6 @@ class Delegating:
 
 
 class Around(torch.optim.Optimizer):
-    """A wrapper that shares groups, state and defaults with the optimizer in it."""
-
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state

@@ -21,8 +21,6 @@ RECORDED, SILENT = 4, 3
 
 
 class Net(nn.Module):
-    """Tied weights, frozen ones, buffers that are saved and one that is not."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(FEATURES, WIDTH), nn.LayerNorm(WIDTH)
@@ -124,7 +122,6 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _moments(trainer: Trainer, module: nn.Module, weights: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Each parameter's optimizer state; FSDP1's pieces are put together from both ranks."""
     state = trainer.optimizers[0].state
     pieces = {
         plain_name(name): {key: full(value) for key, value in state[parameter].items()}

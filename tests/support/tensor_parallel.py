@@ -64,8 +64,6 @@ class Language(Shared):
 
 
 class Mlp(Shared):
-    """Plain modules, and a parameter of the LightningModule's own where ``gain`` says so."""
-
     def __init__(self, gain: bool = False, **options: Any) -> None:
         super().__init__(**options)
         torch.manual_seed(0)

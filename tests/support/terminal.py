@@ -16,8 +16,6 @@ class _Tty(io.StringIO):
 
 
 class Terminal:
-    """Within, stdout and stderr are a terminal; ``text`` is what was printed, without colours."""
-
     def __init__(self, columns: int) -> None:
         self._columns, self._screen = columns, _Tty()
 

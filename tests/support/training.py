@@ -43,8 +43,6 @@ trainer:
 
 
 class Net(LightningModule):
-    """One linear layer; ``built`` counts how many were made."""
-
     built = 0
 
     def __init__(self, width: int, lr: float = 0.1) -> None:

@@ -22,7 +22,6 @@ PHONE: dict[str, Any] = {
 
 @contextmanager
 def chromium() -> Generator[Browser]:
-    """Chromium as the system has it; the test is skipped where there is none."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         if os.environ.get(REQUIRED):
@@ -74,5 +73,4 @@ class Shown:
         self.page.evaluate("() => new Promise((done) => setTimeout(() => requestAnimationFrame(done), 150))")
 
     def close(self) -> None:
-        """Close the tab."""
         self.context.close()

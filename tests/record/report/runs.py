@@ -14,7 +14,6 @@ OVERFLOWS = (1, 2, 9)
 
 
 def reading(step: int, shift: float = 0.0) -> dict[str, Any]:
-    """A reading with everything TrainingHealth writes, of an fp16 run with three overflows."""
     over = step in OVERFLOWS
     skipped = sum(other <= step for other in OVERFLOWS)
     loss = 7 / math.sqrt(step) + shift
@@ -36,7 +35,6 @@ def reading(step: int, shift: float = 0.0) -> dict[str, Any]:
 
 
 def about(**changes: Any) -> dict[str, Any]:
-    """What stands in ``run.json``."""
     return {
         "status": "finished",
         "error": None,
@@ -52,14 +50,12 @@ def about(**changes: Any) -> dict[str, Any]:
 
 
 def audit(module: str = "net.0") -> dict[str, Any]:
-    """Two modules, the second of which is not as declared."""
     seen = dict.fromkeys(("param", "input", "output", "compute", "grad", "reduce", "optimizer_state"), "float32")
     right = {"module": "net.1", "declared": "fp32", **seen, "ok": True}
     return {"ok": False, "rows": [right, {**right, "module": module, "compute": "float16", "ok": False}]}
 
 
 def alerts(module: str = "net.3") -> list[Event]:
-    """A warning and an error."""
     return [
         Event(step=SPIKE, kind="grad_norm_spike", severity="warning", rank=1, module=module, evidence={"ratio": 101.5}),
         Event(
@@ -94,10 +90,8 @@ def write_run(path: Path, *, steps: int = 30, shift: float = 0.0, module: str = 
 
 
 def metrics(path: Path) -> list[Mapping[str, Any]]:
-    """The readings of a folder."""
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def values(path: Path, name: str) -> list[float | None]:
-    """All readings of one name, ``None`` for one that was not finite."""
     return [row[name] for row in metrics(path) if name in row]

@@ -27,8 +27,6 @@ HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>&\''
 
 
 class _Elements(HTMLParser):
-    """Every element with its attributes, and the text outside of scripts and styles."""
-
     def __init__(self, page: str) -> None:
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []

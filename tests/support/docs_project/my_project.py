@@ -47,8 +47,6 @@ class MyModule(LightningModule):
 
 
 class MyData(LightningDataModule):
-    """Tokens that are their own labels; ``bad_row`` has an infinite input."""
-
     def __init__(self, rows: int = 64, batch_size: int = 8, bad_row: int | None = None) -> None:
         super().__init__()
         ids = torch.randint(CLASSES, (rows, LENGTH), generator=torch.Generator().manual_seed(0))

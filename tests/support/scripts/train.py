@@ -18,8 +18,6 @@ FEATURES = 16
 
 
 class Model(LightningModule):
-    """Fails where it is told to, on the second rank: in ``configure_optimizers``, or in the third step."""
-
     def __init__(self, fail: str, out: Path) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -75,7 +73,6 @@ def _trainer(given: argparse.Namespace) -> Trainer:
 
 
 def _whole(module: LightningModule) -> float:
-    """A number made of all weights, wherever they are."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in module.parameters():
         held = parameter.detach()
