@@ -27,7 +27,7 @@ def compare(
     plans: Annotated[
         str, typer.Option(help="Words or YAML files, with commas between; each is held against the first.")
     ] = "bf16-mixed,fp8-mixed",
-    seeds: Annotated[int, typer.Option(help="How many pairs of runs; an interval needs two.")] = 8,
+    seeds: Annotated[int, typer.Option(help="How many pairs of runs; a standard error needs two.")] = 8,
     steps: Annotated[Whole, typer.Option(help="Optimizer steps a run: trainer.max_steps, else 100.")] = None,
     margin: Annotated[Number, typer.Option(help="A smaller difference of the loss is none; 0.5 % of the loss.")] = None,
     out: Annotated[File, typer.Option(help="The folder of compare.json and .html: a new one below runs/.")] = None,

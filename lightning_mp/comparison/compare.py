@@ -1,7 +1,6 @@
 """``lightning_mp.compare``: one module trained under several plans, seed by seed, and the runs behind it."""
 
 import copy
-import logging
 import math
 import os
 import statistics
@@ -13,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
@@ -24,8 +23,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, write
+from lightning_mp.compat import quietly
 from lightning_mp.compat.lightning import (
-    COPIES,
     Callback,
     LightningDataModule,
     LightningModule,
@@ -56,11 +55,9 @@ _ALONE: Mapping[str, Any] = {**BARE, "logger": False}
 #: Trainer arguments that the comparison owns
 OWN = (*_ALONE, "max_steps", "precision", "min_steps", "max_time", "fast_dev_run")
 
-# Tips, "GPU available: False", "max_steps reached" and the like come as INFO, and a model built from a config makes
-# transformers warn of ids that a tokenizer does not have. Errors still come through.
-_LOGGERS = ("lightning", *chain.from_iterable(COPIES.items()), "transformers")
 _WARNINGS = (
     ".*does not have many workers.*",
+    "You defined a `validation_step` but have no.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
     ".*GPU available but not used.*",
     # a run may be a step long, on which fp16 looks for its scale; the table has the count of skips
@@ -70,19 +67,11 @@ _WARNINGS = (
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Hide notices of other libraries; loggers and warning filters are back afterwards, errors or not."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(max(logger.level, logging.ERROR))
-        with warnings.catch_warnings():
-            for message in _WARNINGS:
-                warnings.filterwarnings("ignore", message=message)
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    """Hide notices of libraries, such as tips and "GPU available: False"; errors still come through."""
+    with quietly(), warnings.catch_warnings():
+        for message in _WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
+        yield
 
 
 class _Noting(MixedPrecisionPlan):
@@ -306,7 +295,7 @@ def compare(
         data: a LightningDataModule or a loader of training batches, or a function that makes one; ``None`` where the
             module has its own. Give a function where reading it changes it.
         plans: words (``"bf16-mixed"``, ``"a100"``), YAML files, policies or plans, also as a mapping of names.
-        seeds: how many pairs, from seed 0 on; an interval needs two.
+        seeds: how many pairs, from seed 0 on; a standard error needs two.
         steps: optimizer steps a run.
         margin: differences of the final loss within it are no difference, in units of the loss; ``None`` is half a
             percent of the first plan's mean final loss.
@@ -326,7 +315,6 @@ def compare(
     runs = Runs(module, data, strategy, trainer, steps, max(1, steps // _LAST))
     with process_kept(torch.device("cuda" if torch.cuda.is_available() else "cpu")), quiet():
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the console
-        warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no")
         results = _run_all(runs, named, seeds, say or (lambda _: None))
         losses = [(name, {run.seed: run.final_loss for run in found}) for name, found in results.items()]
         found = Comparison(
@@ -344,7 +332,7 @@ def compare(
 
 def check_numbers(seeds: Any, steps: Any, margin: Any, faults: Faults) -> None:
     """Note numbers that make no comparison."""
-    faults.whole("seeds", seeds, 1, "write 8: the interval narrows with every seed")
+    faults.whole("seeds", seeds, 1, "write 8: the standard error shrinks with every seed")
     faults.whole("steps", steps, 1, "write 100")
     if margin is not None and (not is_number(margin) or margin < 0):
         allowed = "a finite number >= 0, in units of the loss"

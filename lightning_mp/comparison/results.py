@@ -26,16 +26,14 @@ Verdict = Literal["same", "better", "worse", "undecided"]
 
 #: the margin where none is given, as a share of the first plan's mean final loss
 MARGIN_SHARE = 0.005
-#: Student's t, two-sided 95 %, of 1 to 30 degrees of freedom (any table; scipy.stats.t.ppf(0.975, n))
-_STUDENT = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
+#: Standard errors to both sides of a mean difference that decide. Where there is none, more are seen by chance in one
+#: comparison of 50 with 8 seeds, in one of 10 with 3.
+ERRORS = 3
 NOTHING = "-"
 #: columns of a terminal that has room for standard deviations
 _WIDE = 100
 _DEVIATION = ", mean ± sd"
-_PAIRED = ("minus first, mean", "95 % interval", "verdict")
+_PAIRED = ("minus first, mean ± standard error", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ class Comparison:
     """Every plan's runs, and the paired difference of each later plan from the first.
 
     ``final_loss_steps`` is how many of a run's last training losses its final loss is the mean of. ``mean_difference``,
-    ``interval`` and ``verdict`` are the second plan's.
+    ``standard_error`` and ``verdict`` are the second plan's.
     """
 
     plans: tuple[PlanResult, ...]
@@ -131,9 +129,9 @@ class Comparison:
         return self.differences[0].mean_difference
 
     @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean difference."""
-        return self.differences[0].interval
+    def standard_error(self) -> float | None:
+        """That of the mean difference."""
+        return self.differences[0].standard_error
 
     @property
     def verdict(self) -> Verdict:
@@ -144,17 +142,14 @@ class Comparison:
         """Plain values, as ``compare.json`` has them."""
         return {
             "mean_difference": self.mean_difference,
-            "interval_95": self.interval,
+            "standard_error": self.standard_error,
             "margin": self.differences[0].margin,
             "verdict": self.verdict,
             "seeds": self.seeds,
             "steps": self.steps,
             "final_loss": f"mean training loss of the last {self.final_loss_steps} optimizer steps",
             "final_loss_steps": self.final_loss_steps,
-            "differences": [
-                {"interval_95" if key == "interval" else key: value for key, value in asdict(one).items()}
-                for one in self.differences
-            ],
+            "differences": [asdict(difference) for difference in self.differences],
             "plans": [plan.to_dict() for plan in self.plans],
             **self.about,
         }
@@ -167,8 +162,8 @@ class Comparison:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         names, cells = heads(self), rows(self)
         if width < _WIDE:  # means alone
-            cells = [[cell.partition(" ± ")[0] for cell in [*row[:-2], row[-1]]] for row in cells]
-            names = [name.removesuffix(_DEVIATION) for name in [*names[:-2], names[-1]]]
+            cells = [[cell.partition(" ± ")[0] for cell in row] for row in cells]
+            names = [name.partition(" ± ")[0].removesuffix(", mean") for name in names]
         for index, name in enumerate(names):
             # cells are folded: nothing of a number or a verdict is left out
             table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", overflow="fold")
@@ -185,9 +180,9 @@ class Comparison:
 
 
 def _spread(values: Iterable[float | None]) -> Spread | None:
-    found = tuple(value for value in values if is_number(value))
-    sd = statistics.stdev(found) if len(found) > 1 else None
-    return Spread(statistics.fmean(found), sd, found) if found else None
+    numbers = tuple(value for value in values if is_number(value))
+    sd = statistics.stdev(numbers) if len(numbers) > 1 else None
+    return Spread(statistics.fmean(numbers), sd, numbers) if numbers else None
 
 
 # ---------------------------------------------------------------------- the paired difference
@@ -197,15 +192,15 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
 class Difference:
     """Final losses of ``second`` minus those of ``first``, seed by seed.
 
-    ``mean_difference`` is ``None`` without a seed in which both ended with a number, ``interval`` (95 %, Student's t)
-    with fewer than two of them. ``verdict`` speaks of ``second``; ``reason`` says in a sentence what it rests on.
+    ``mean_difference`` is ``None`` without a seed in which both ended with a number, its ``standard_error`` with fewer
+    than two of them. ``verdict`` speaks of ``second``; ``reason`` says in a sentence what it rests on.
     """
 
     first: str
     second: str
     differences: dict[int, float]
     mean_difference: float | None
-    interval: tuple[float, float] | None
+    standard_error: float | None
     margin: float
     verdict: Verdict
     reason: str
@@ -218,38 +213,33 @@ def compare_losses(
 
     ``margin=None`` is half a percent of the first plan's mean final loss.
     """
-    (one, losses), (other, theirs) = first, second
-    finite = {seed: loss for seed, loss in losses.items() if is_number(loss)}
+    finite = {seed: loss for seed, loss in first[1].items() if is_number(loss)}
     if margin is None:
         margin = MARGIN_SHARE * abs(statistics.fmean(finite.values())) if finite else 0.0
-    pairs = {seed: (loss, its) for seed, loss in finite.items() if (its := theirs.get(seed)) is not None}
+    pairs = {seed: (loss, its) for seed, loss in finite.items() if (its := second[1].get(seed)) is not None}
     differences = {seed: its - loss for seed, (loss, its) in pairs.items() if is_number(its)}
     diverged = [seed for seed in pairs if seed not in differences]
     mean = statistics.fmean(differences.values()) if differences else None
-    interval = None
-    if mean is not None and len(differences) > 1:
-        error = statistics.stdev(differences.values()) / math.sqrt(len(differences))
-        half = student_t(len(differences) - 1) * error
-        interval = mean - half, mean + half
+    error = _standard_error([*differences.values()])
     verdict: Verdict = "undecided"
-    reason = "the interval holds 0 and reaches beyond the margin: more seeds narrow it"
     if diverged:
         seeds = ", ".join(map(str, diverged))
         verdict, reason = "worse", f"its loss was not finite in seed {seeds}, where the first plan's was"
-    elif interval is None:
-        reason = f"{counted(len(differences), 'paired seed')}: an interval needs two"
-    elif -margin <= interval[0] and interval[1] <= margin:
-        verdict, reason = "same", "the interval lies within the margin"
-    elif interval[0] > 0:
-        verdict, reason = "worse", "the interval lies above 0, and not within the margin"
-    elif interval[1] < 0:
-        verdict, reason = "better", "the interval lies below 0, and not within the margin"
-    return Difference(one, other, differences, mean, interval, margin, verdict, reason)
+    elif mean is None or error is None:
+        reason = f"{counted(len(differences), 'paired seed')}: a standard error needs two"
+    elif abs(mean) + ERRORS * error <= margin:
+        verdict, reason = "same", f"the difference and {ERRORS} standard errors are within the margin"
+    elif abs(mean) > ERRORS * error:
+        verdict = "worse" if mean > 0 else "better"
+        reason = f"more than {ERRORS} standard errors from 0, and not within the margin"
+    else:
+        reason = f"0 is within {ERRORS} standard errors, which reach beyond the margin: more seeds make them smaller"
+    return Difference(first[0], second[0], differences, mean, error, margin, verdict, reason)
 
 
-def student_t(freedom: int) -> float:
-    """The t of Student's two-sided 95 % at ``freedom`` degrees; that of 30, which is larger, for more."""
-    return _STUDENT[min(freedom, len(_STUDENT)) - 1]
+def _standard_error(values: Sequence[float]) -> float | None:
+    """That of their mean; ``None`` with fewer than two."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 # ---------------------------------------------------------------------- in words
@@ -303,7 +293,7 @@ def _words(plan: PlanResult, one: Difference, first: PlanResult) -> str:
     loss = {
         "same": f"same loss within ±{one.margin:.2g}",
         "better": f"loss lower by {mean:.2g}",
-        "worse": f"loss higher by {mean:.2g}" if one.interval else "a loss that is not finite",
+        "worse": f"loss higher by {mean:.2g}" if one.standard_error is not None else "a loss that is not finite",
         "undecided": "loss not decided",
     }[one.verdict]
     speed, memory = _ratio(plan.rate, first.rate), _ratio(plan.peak_bytes, first.peak_bytes)
@@ -343,8 +333,9 @@ def rows(comparison: Comparison) -> list[list[str]]:
         found.append([plan.name, _with_sd(plan.rate, number), f"{speed:.2f}x" if speed else NOTHING, peak, loss])
     found[0] += [NOTHING] * len(_PAIRED)
     for cells, one in zip(found[1:], comparison.differences, strict=True):
-        mean = NOTHING if one.mean_difference is None else signed(one.mean_difference)
-        cells += [mean, NOTHING if one.interval is None else " .. ".join(map(signed, one.interval)), one.verdict]
+        mean, error = one.mean_difference, one.standard_error
+        said = "" if error is None else f" ± {error:.4f}"
+        cells += [NOTHING if mean is None else f"{_signed(mean)}{said}", one.verdict]
     return found
 
 
@@ -354,7 +345,7 @@ def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
     return form(spread.mean) + ("" if spread.sd is None else f" ± {form(spread.sd)}")
 
 
-def signed(value: float) -> str:
+def _signed(value: float) -> str:
     """Four decimals; a zero has no sign."""
     text = f"{value:+.4f}"
     return text if float(text) else "0.0000"
@@ -367,8 +358,8 @@ def notes(comparison: Comparison) -> list[str]:
     mean = "training loss of the last step" if last == 1 else f"mean training loss of the last {last} steps"
     lines = [
         f"final loss: the {mean} of {comparison.steps}, over {counted(len(comparison.seeds), 'seed')}.",
-        f"minus first: this loss minus {first}'s, same seed, weights and batches; interval: Student's t over seeds.",
-        f"same: the whole interval is inside ±{', ±'.join(margins)}; worse, better: on one side of 0; else undecided.",
+        f"minus first: this loss minus {first}'s, same seed, weights and batches; the standard error is over seeds.",
+        f"same: with {ERRORS} standard errors within ±{', ±'.join(margins)}; worse, better: further from 0 than those.",
     ]
     if any(run.skipped for plan in comparison.plans for run in plan.runs):
         skipped = (f"{plan.name} {sum(run.skipped for run in plan.runs)}" for plan in comparison.plans)
@@ -428,7 +419,7 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
-    """Every later plan's losses minus the first's of the same seed: the mean at each step, and its 95 % interval."""
+    """Every later plan's losses minus the first's of the same seed: at each step the mean, and its standard errors."""
     first, *others = comparison.plans
     base = {run.seed: run.losses for run in first.runs if run.losses}
     runs, bands = [_run(first.name, [])], list[list[float]]([[]])
@@ -436,10 +427,9 @@ def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
         pairs = [zip(run.losses, base[run.seed], strict=False) for run in plan.runs if run.losses and run.seed in base]
         curves = [[its - loss for its, loss in pair] for pair in pairs]
         runs.append(_run(plan.name, _mean_curve(curves)))
-        half = student_t(len(curves) - 1) / math.sqrt(len(curves)) if len(curves) > 1 else 0.0
-        steps = [values if all(map(math.isfinite, values)) else (0.0, 0.0) for values in zip(*curves, strict=False)]
-        bands.append([half * statistics.stdev(values) if half else 0.0 for values in steps])
-    title = f"Loss minus {first.name}'s, {seeds}" + (" with its 95 % interval" if len(comparison.seeds) > 1 else "")
+        steps = [values if all(map(math.isfinite, values)) else () for values in zip(*curves, strict=False)]
+        bands.append([ERRORS * (_standard_error(values) or 0.0) for values in steps])
+    title = f"Loss minus {first.name}'s, {seeds}" + f" ± {ERRORS} standard errors" * (len(comparison.seeds) > 1)
     chart = draw(Panel(title, "difference of the loss", {metric_names.LOSS: "loss"}), runs)
     for line in chart["lines"]:
         band = bands[line["run"]]

@@ -65,7 +65,7 @@ def test_a_plan_against_itself_is_exactly_0(tmp_path: Path) -> None:
     said: list[str] = []
     # two epochs: the order of the second is the same as well
     found = compared("bf16-mixed,bf16-mixed", out=tmp_path, say=said.append)
-    assert (found.mean_difference, found.interval, found.verdict) == (0.0, (0.0, 0.0), "same")
+    assert (found.mean_difference, found.standard_error, found.verdict) == (0.0, 0.0, "same")
     one, other = found.plans
     assert [run.losses for run in one.runs] == [run.losses for run in other.runs]
     assert one.runs[0].losses != one.runs[1].losses, "seeds differ"
@@ -77,7 +77,7 @@ def test_a_plan_against_itself_is_exactly_0(tmp_path: Path) -> None:
         "seed 2 of 2, bf16-mixed",
     ], "the plans take turns"
     written = json.loads((tmp_path / "compare.json").read_text())
-    assert (written["mean_difference"], written["interval_95"], written["verdict"]) == (0.0, [0.0, 0.0], "same")
+    assert (written["mean_difference"], written["standard_error"], written["verdict"]) == (0.0, 0.0, "same")
     assert "bf16-mixed (2)" in str(found)
     assert "same" in str(found)
 
@@ -110,7 +110,7 @@ def test_the_losses_are_those_of_a_plain_run_of_each_plan() -> None:
 
 def test_what_is_measured() -> None:
     found = compared("32-true,bf16-true", steps=20, seeds=1)
-    assert (found.verdict, found.interval) == ("undecided", None)
+    assert (found.verdict, found.standard_error) == ("undecided", None)
     assert found.final_loss_steps == 2
     full, half = (plan.peak_bytes.mean for plan in found.plans)
     parameters = sum(parameter.numel() for parameter in Net().parameters())

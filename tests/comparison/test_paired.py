@@ -1,4 +1,4 @@
-"""The paired difference: its interval against Student's t, and the verdict against the margin."""
+"""The paired difference: its standard error, and the verdict against the margin."""
 
 import json
 import math
@@ -45,12 +45,12 @@ def test_the_verdict(name: str) -> None:
     assert found.reason
 
 
-def test_the_interval_is_the_means_second_minus_first() -> None:
+def test_the_standard_error_is_the_means_second_minus_first() -> None:
     found = compare_losses(("a", {0: 1.0, 1: 1.0, 2: 1.0}), ("b", {0: 1.1, 1: 1.2, 2: 1.6}), None)
     assert found.differences == pytest.approx({0: 0.1, 1: 0.2, 2: 0.6})
     assert found.mean_difference == pytest.approx(0.3)
-    # as scipy has it
-    assert found.interval == pytest.approx((-0.357242, 0.957242), abs=1e-4)
+    # as scipy.stats.sem has it
+    assert found.standard_error == pytest.approx(0.152753, abs=1e-6)
     assert found.margin == pytest.approx(0.005)
 
 
@@ -84,7 +84,7 @@ def test_the_page_shows_the_curves_and_the_verdicts(tmp_path: Path) -> None:
         for dark in (False, True):
             shown = Shown(browser, (tmp_path / "compare.html").as_uri(), dark=dark)
             charts = shown.charts()
-            difference = "Loss minus bf16's, mean of 3 seeds with its 95 % interval"
+            difference = "Loss minus bf16's, mean of 3 seeds ± 3 standard errors"
             assert list(charts) == [difference, "Loss, mean of 3 seeds"]
             (fp8, full) = charts[difference]["curves"]
             assert fp8["y"] == pytest.approx([0.3] * STEPS)
@@ -113,7 +113,7 @@ CONCLUSIONS = {
     ),
     "slower": ((0.0, 0.001, 0.0), 0.25, "use bf16: same loss as fp8, 4.0 × faster."),
     "worse": ((0.3, 0.31, 0.3), 2.1, "use bf16: no other plan has its loss."),
-    "undecided": ((-0.3, 0.3, 0.1), 2.1, "Not decided between bf16 and fp8: the interval holds 0"),
+    "undecided": ((-0.3, 0.3, 0.1), 2.1, "Not decided between bf16 and fp8: 0 is within 3 standard errors"),
 }
 
 
