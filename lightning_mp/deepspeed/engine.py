@@ -24,7 +24,7 @@ from lightning_mp.compat.torch import is_compiled, version
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.fsdp2.engine import FirstForward, ShardReads
 from lightning_mp.plan import optimizer_facts
-from lightning_mp.plan.alike import extremes
+from lightning_mp.plan.alike import apart
 from lightning_mp.plan.engine import StepEngine
 
 _GRAD: Any = cast("Any", Tensor.grad)
@@ -310,17 +310,12 @@ class Trained:
 
     def compare(self) -> None:
         """Before each sum, and at the end of each pass: raise on every rank where ranks reached other parameters."""
-        if not self._compares:
+        ranks = apart(self._in_pass, torch.device("cpu"), self._group) if self._compares else []
+        if not ranks:
             return
-        order = hash(tuple(self._in_pass)) >> 1  # of integers: the same in every process
-        smallest, largest = extremes([order], torch.device("cpu"), self._group)
-        if smallest == largest:
-            return
-        turns = {place: turn for turn, place in enumerate(self._in_pass, 1)}
-        places = [turns.get(place, 0) for place in range(len(self._named))]
-        ends = zip(*extremes(places, torch.device("cpu"), self._group), strict=True)
+        turns = [{place: turn for turn, place in enumerate(places)} for places in ranks]
         _refuse(
-            [name for name, (first, last) in zip(self._named, ends, strict=True) if first != last],
+            [name for place, name in enumerate(self._named) if len({turn.get(place) for turn in turns}) > 1],
             "with a gradient on some ranks only, or in another order, with ZeRO, which sums what every rank has",
             "add 0 times what a rank does not use to its loss, or use strategy='mp_ddp' with "
             "find_unused_parameters=True",

@@ -11,10 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -29,12 +27,11 @@ from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import map_tensors, tensors_in
-from lightning_mp.plan.alike import extremes
+from lightning_mp.plan.alike import apart
 from lightning_mp.plan.engine import NOTHING, StepEngine
 
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
-_END = "the end of the step"
 _UNITS = (FSDPModule, FullyShardedDataParallel)
 
 
@@ -239,14 +236,15 @@ class FirstForward:
         again: bool = False,
         group: Any = None,
     ) -> None:
-        self._names, self._device, self._group = [*units, _END], device, group
+        self._names, self._device, self._group = [*units, "the end of the step"], device, group
         self._gathers, self._again = gathers, again
         self._active = False
         #: the modes, training or not, of which the first forward was compared
         self._known = set[bool]()
-        self._entered: list[str] = []
+        #: the places in ``_names`` of the units that were entered, in their order
+        self._entered: list[int] = []
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
-        watched = [(unit, eager(partial(self._enter, name))) for name, unit in units.items()]
+        watched = [(unit, eager(partial(self._enter, place))) for place, unit in enumerate(units.values())]
         before = [*watched, (root, self._begin)]
         self._hooks = [module.register_forward_pre_hook(hook, prepend=True) for module, hook in before]
         self._hooks.append(root.register_forward_hook(self._end))
@@ -262,31 +260,20 @@ class FirstForward:
         self._entered.clear()
 
     def _end(self, root: nn.Module, *_: Any) -> None:
-        if self._active:
-            self._compare(_END)
-        elif self._again and root.training:
-            self._compare_entered()
+        if self._active or (self._again and root.training):
+            self._compare()
         self._active = False
 
-    def _enter(self, name: str, unit: nn.Module, _inputs: Any) -> None:
-        if self._again and not in_backward():
-            self._entered.append(name)
-        if self._active and not in_backward() and self._gathers(unit):
-            self._compare(name)
+    def _enter(self, place: int, unit: nn.Module, _inputs: Any) -> None:
+        if (self._active or self._again) and not in_backward():
+            self._entered.append(place)
+            if self._active and self._gathers(unit):
+                self._compare()
 
-    def _compare(self, name: str) -> None:
-        """Be at ``name`` when all other ranks are; raise on every rank where they are not."""
-        (first,), (last,) = extremes([self._names.index(name)], self._device, self._group)
-        self._refuse_apart([self._names[first], self._names[last]])
-
-    def _compare_entered(self) -> None:
-        smallest, largest = extremes([crc32(repr(self._entered).encode())], self._device, self._group)
-        if smallest != largest:
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, [*self._entered, _END])
-            for places in zip_longest(*ranks, fillvalue=_END):
-                self._refuse_apart(sorted(places, key=self._names.index))
-
-    def _refuse_apart(self, places: Sequence[str]) -> None:
-        if places[0] != places[-1]:
-            raise ranks_apart(f"a rank at {places[0]!r} when another is at {places[-1]!r}")
+    def _compare(self) -> None:
+        """Raise on every rank where one has entered another unit than this one, or is at the end before it."""
+        ranks = apart(self._entered, self._device, self._group)
+        for places in zip_longest(*ranks, fillvalue=len(self._names) - 1):
+            if len(set(places)) > 1:
+                first, last = self._names[min(places)], self._names[max(places)]
+                raise ranks_apart(f"a rank at {first!r} when another is at {last!r}")

@@ -21,7 +21,7 @@ from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import floating_in, map_tensors, tensors_in
 from lightning_mp.pipeline.stages import Part
-from lightning_mp.plan.alike import extremes
+from lightning_mp.plan.alike import apart
 from lightning_mp.plan.engine import StepEngine
 
 SCHEDULES: dict[str, Any] = {
@@ -111,11 +111,8 @@ class Pipeline:
         if self._compared != place:
             self._compared = place
             # of whole numbers, so that no order of a sum is in it; a copy to the host once an epoch
-            digests = [
-                crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) for tensor in tensors
-            ]
-            smallest, largest = extremes(digests, self.device, self.group)
-            if smallest != largest:
+            held = (tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+            if apart(map(crc32, held), self.device, self.group):
                 raise refused(
                     "other batches on one stage than on another",
                     "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank "

@@ -1,7 +1,7 @@
 """That ranks have the same plan and the same module, compared before a strategy's first collective on either."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -33,23 +33,24 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
     if not dist.is_initialized():  # a plan that is checked without a run
         return
     mine = Rank(plan, list(_described(module)), faults.found, auto_on)
-    digest = hashlib.sha256(repr(mine).encode()).digest()
-    words = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, len(digest), 4)]
-    smallest, largest = extremes(words, device)
-    if smallest == largest:
-        return
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    # what a rank cannot run may follow from another plan or module
-    faults.found[:] = _plans(ranks) or _modules(type(module).__name__, ranks) or _faults(ranks)
+    ranks = apart(hashlib.sha256(repr(mine).encode()).digest(), device, mine=mine)
+    if ranks:  # what a rank cannot run may follow from another plan or module
+        faults.found[:] = _plans(ranks) or _modules(type(module).__name__, ranks) or _faults(ranks)
 
 
-def extremes(values: Sequence[int], device: torch.device, group: Any = None) -> tuple[list[int], list[int]]:
-    """The smallest and the largest over the ranks of each value; one collective, and one device sync."""
-    both = torch.tensor([values, [-value for value in values]], device=device)
+def apart(numbers: Iterable[int], device: torch.device, group: Any = None, *, mine: Any = None) -> list[Any]:
+    """What each rank has, its ``numbers`` or what it gives as ``mine``, if ranks have other numbers; else nothing.
+
+    Where they are alike, one collective and one device sync.
+    """
+    held = tuple(numbers)
+    digest = hash(held) >> 1  # of integers: the same in every process
+    both = torch.tensor([digest, -digest], device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = both.tolist()
-    return [-value for value in smallest], largest
+    ranks: list[Any] = [None] * dist.get_world_size(group) if sum(both.tolist()) else []
+    if ranks:
+        dist.all_gather_object(ranks, mine or held, group)
+    return ranks
 
 
 def _described(module: nn.Module) -> Iterator[str]:
