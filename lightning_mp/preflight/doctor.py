@@ -13,23 +13,20 @@ from lightning_mp.compat.transformers import conv1d
 from lightning_mp.deepspeed.merge import add_trainer
 from lightning_mp.errors import Fault, Faults, counted, pinning
 from lightning_mp.modules.patterns import original_class
-from lightning_mp.numerics.dtypes import dtype_name, to_torch
+from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.engine import EagerEngine
 from lightning_mp.plan.side_run import untouched
 from lightning_mp.policy.hardware import Device
-from lightning_mp.policy.pieces import FP32_MAX, TORCH_INIT_SCALE
+from lightning_mp.policy.pieces import TORCH_INIT_SCALE
 from lightning_mp.preflight.fit_checks import CHEAP, HALF, ModelUnderTest, case_of, listed, made
 from lightning_mp.record.events import SEVERITIES
 from lightning_mp.record.findings import Finding
 
 #: bits of the significand, the hidden one included
 _BITS = {"bf16": 8, "fp16": 11}
-#: 16 bytes, of what the product runs in: NVIDIA's "Deep Learning Performance Guide", matrix multiplication,
-#: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (table 1)
-_MULTIPLES = {"fp16": 8, "bf16": 8, "fp8": 16}
 #: below this part of the weights that are multiplied, odd sizes (a head with 10 classes) cost nothing worth naming
 _SHARE = 0.1
 #: a table as small as this holds segments or classes, no vocabulary
@@ -38,8 +35,6 @@ _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 FP16_MAX = 65504.0
 #: Under it a gradient of 1/256 still fits into fp16: a mean over 256 numbers has such a one at the loss.
 HIGH_SCALE = 2.0**24
-#: Above it not even fp16's smallest number, 2**-24, fits once scaled: whatever is not 0 overflows.
-HOPELESS_SCALE = FP16_MAX * 2.0**24
 
 
 # ---------------------------------------------------------------------- modes and weights
@@ -47,9 +42,9 @@ HOPELESS_SCALE = FP16_MAX * 2.0**24
 
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
     """Trained weights that are in half precision alone, as loaded or by the mode; a pin says that it is meant."""
+    load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
     stored = {name: case.stored(one) for name, one in case.trained.items() if id(one) not in case.pinned}
     half = [name for name, dtype in stored.items() if dtype in HALF]
-    load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
     if half:
         dtype, mixed = stored[half[0]], case.precision.replace("true", "mixed")
         fix = load if case.storage is None else f"use '{mixed}', which keeps fp32 weights"
@@ -57,21 +52,13 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
         lost = f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight"
         why = f"there are no fp32 master weights; {lost} is lost"
         yield Finding("no_fp32_masters", "warning", what, why, fix, half[0])
-    rounded = [
-        name for name, one in case.trained.items() if dtype_name(one.dtype) in HALF and stored.get(name) == "fp32"
-    ]
-    if rounded and case.policy is not None:
-        what = f"{counted(len(rounded), 'trained weight')} loaded in half precision: {listed(rounded)}"
-        why = "the plan makes fp32 master weights from them, at twice the memory; they stay rounded"
-        yield Finding("no_fp32_masters", "info", what, why, load, rounded[0])
     fp16 = [name for name, one in case.trained.items() if one.dtype == torch.float16]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
-    planned = case.policy is not None
-    if fp16 and case.precision == "16-mixed" and (planned or not sharded):
+    if fp16 and case.precision == "16-mixed" and case.policy is None and not sharded:
         what = f"{counted(len(fp16), 'trained weight')} in fp16 under a loss scale: {listed(fp16)}"
-        why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step; a plan stores them in fp32"
-        severity = "info" if planned else "error"
-        yield Finding("fp16_params_under_scaler", severity, what, why, f"{load}, or use a plan", fp16[0])
+        why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step"
+        fix = f"{load}, or use a plan, which stores them in fp32"
+        yield Finding("fp16_params_under_scaler", "error", what, why, fix, fp16[0])
 
 
 # ---------------------------------------------------------------------- the device, and what the run refuses
@@ -79,28 +66,25 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
 
 def refused(case: ModelUnderTest) -> Iterator[Finding]:
     """What the device does not do, or a plan refuses of the model before its first step."""
-    policy, device, wrong, others = case.policy, case.device, Faults(), Faults()
-    if policy is not None:
-        for_strategy.check_device(policy, device, wrong)
-    bf16_pins = [] if policy is None else [pin.pattern for pin in policy.pins if pin.dtype == "bf16"]
-    if device.bf16 != "native" and (case.compute == "bf16" or bf16_pins):
-        severity = "error" if wrong.found or device.bf16 == "none" else "warning"
-        why = "the run is refused" if severity == "error" else "results are correct, but no faster than in fp32"
-        instead = "'16-mixed', with loss scaling" if device.fp16 and device.type != "cpu" else "'32-true'"
-        pinned = f" with bf16 pins on {listed(bf16_pins)}" if bf16_pins else ""
-        says = "has no bf16" if device.bf16 == "none" else "computes bf16 in fp32 and rounds"
-        what = f"{device.name} {says}, under {case.precision}{pinned}"
-        if severity == "error" or device.type != "cpu":  # on a CPU one checks, and does not wait for speed
-            yield Finding("bf16_emulated", severity, what, why, f"use {instead} on this device, or precision='auto'")
-    elif device.type != "cuda" or device.capability is not None:
-        others.extend(wrong.found)
+    policy, device, faults = case.policy, case.device, Faults()
+    pins = [] if policy is None else [pin.pattern for pin in policy.pins if pin.dtype == "bf16"]
+    needed, none = case.compute == "bf16" or bool(pins), device.bf16 == "none"
+    if needed and device.bf16 != "native" and device.type != "cpu":  # on a CPU one checks, and waits for no speed
+        says = "has no bf16" if none else "computes bf16 in fp32 and rounds"
+        what = f"{device.name} {says}, under {case.precision}{f' with bf16 pins on {listed(pins)}' if pins else ''}"
+        why = "the run is refused" if none else "results are correct, but no faster than in fp32"
+        instead = "'16-mixed', with loss scaling" if device.fp16 else "'32-true'"
+        fix = f"use {instead} on this device, or precision='auto'"
+        yield Finding("bf16_emulated", "error" if none else "warning", what, why, fix)
     if policy is None:
         return
+    if (device.type != "cuda" or device.capability is not None) and not (needed and none):
+        for_strategy.check_device(policy, device, faults)
     here = torch.device(device.type if device.type == "cpu" else "meta")
     engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False)
     if not any(is_overridden(name, case.model, LightningModule) for name in ("configure_model", "setup")):
-        engine.check(case.model, others)  # else modules may be missing that a pattern names
-    for fault in others.found:
+        engine.check(case.model, faults)  # else modules may be missing that a pattern names
+    for fault in faults.found:
         why = f"the run is refused before its first step{': it takes ' * bool(fault.allowed)}{fault.allowed}"
         said, _, names = fault.problem.partition(": ")
         tied = said == "contradicting pins on tied weights"
@@ -117,21 +101,23 @@ def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
     if not case.device.tf32 or decided or torch.get_float32_matmul_precision() != "highest":
         return
     kinds = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, *conv1d())
-    multiply = ((name, module) for name, module in case.modules if isinstance(module, kinds))
-    found = [name for name, module in multiply if (case.pinned.get(id(module)) or case.compute) == "fp32"]
-    if found:
-        what = f"products in IEEE fp32 in {counted(len(found), 'module')} on {case.device.name}: {listed(found)}"
+    multiply = {name: case.pinned.get(id(module)) for name, module in case.modules if isinstance(module, kinds)}
+    full = [name for name, pin in multiply.items() if (pin or case.compute) == "fp32"]
+    if full:
+        what = f"products in IEEE fp32 in {counted(len(full), 'module')} on {case.device.name}: {listed(full)}"
         why = "its tensor cores take fp32 products in TF32 (10 bits of mantissa, fp32's range), several times faster"
         high = "set MixedPrecisionPlan(tf32='high')" if case.policy is not None else "add EnableTF32()"
         fix = f"{high}, or torch.set_float32_matmul_precision('high'); 'highest' says that IEEE fp32 is intended"
-        yield Finding("tf32_off", "info", what, why, fix, found[0])
+        yield Finding("tf32_off", "info", what, why, fix, full[0])
 
 
 def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
     """Linear layers, and a vocabulary, whose sizes are not multiples of a tensor core's tile."""
     fp8 = None if case.policy is None else case.policy.fp8
     compute = case.compute if fp8 is None else "fp8"
-    multiples = _MULTIPLES if fp8 is None else {**_MULTIPLES, "fp8": fp8.multiple}
+    # 16 bytes, of what the product runs in: NVIDIA's "Deep Learning Performance Guide", matrix multiplication,
+    # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (table 1)
+    multiples = {"fp16": 8, "bf16": 8, "fp8": 16 if fp8 is None else fp8.multiple}
     multiple = multiples.get(compute, 1)
     odd: dict[str, tuple[int, ...]] = {}
     for name, module in case.modules:
@@ -207,37 +193,31 @@ def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
     rule = case.scaling
     if rule is None or rule.init_scale <= HIGH_SCALE:
         return
-    # the first backoff takes ``hysteresis`` overflows
-    backoffs = math.ceil(math.log(TORCH_INIT_SCALE / rule.init_scale, rule.backoff_factor) - 1e-9)
-    steps = f"about {backoffs - 1 + rule.hysteresis} steps are skipped until the scale is down to 65536"
-    if rule.floor > HIGH_SCALE:
-        steps = f"and the scale never falls below {rule.floor:g}: such steps are skipped forever"
-    why = f"a gradient of {FP16_MAX / rule.init_scale:.1g} overflows fp16 once scaled; {steps}"
-    severity = "error" if rule.floor > HOPELESS_SCALE else "warning"
-    what, fix = f"the loss scale starts at {rule.init_scale:g}", f"use {_starting(case, TORCH_INIT_SCALE)}"
+    stays = rule.floor > HIGH_SCALE
+    steps = (
+        f"the scale stays above {rule.floor:g}: such steps are skipped forever"
+        if stays
+        else "each halving costs a step"
+    )
+    why = f"a gradient of {FP16_MAX / rule.init_scale:.1g} overflows fp16 once scaled, and {steps}"
+    what = f"the loss scale starts at {rule.init_scale:g}"
+    fix = f"use a dynamic scale that starts at {TORCH_INIT_SCALE:g}: init_scale={TORCH_INIT_SCALE!r}"
+    severity = "error" if stays else "warning"
     yield Finding("scale_overflows_at_once", severity, what, why, fix, "loss_scaling.init_scale")
 
 
-def _starting(case: ModelUnderTest, scale: float) -> str:
-    """How the loss scale starts at ``scale``, with a floor that lets it."""
-    if case.policy is None:
-        return f"the plugin MixedPrecision('16-mixed', device, torch.amp.GradScaler(device, init_scale={scale!r}))"
-    return f"a dynamic scale, LossScaling(init_scale={scale!r}, min_scale={min(1.0, scale)!r})"
-
-
 def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
-    """Scaled gradients whose sum over micro-batches, the scaled mean, leaves the format it is stored in."""
+    """fp16 gradients whose scaled sum over micro-batches may overflow although that of each fits."""
     rule, parts = case.scaling, int(case.trainer.get("accumulate_grad_batches") or 1)
     half = any(case.stored(parameter) == "fp16" for parameter in case.trained.values())
-    dtype, limit = ("fp16", FP16_MAX) if half else ("fp32", FP32_MAX)
-    if rule is None or parts <= 1 or rule.init_scale < limit:
+    if rule is None or parts <= 1 or not half or rule.init_scale < FP16_MAX:
         return
-    what = f"{parts} micro-batches are summed in {dtype} at a loss scale of {rule.init_scale:g}"
-    overflows = f"the sum overflows where a gradient is {limit / rule.init_scale:.3g} or more"
-    why = f"{dtype} ends at {limit:g}: {overflows}, although that of each micro-batch fits"
+    what = f"{parts} micro-batches are summed in fp16 at a loss scale of {rule.init_scale:g}"
+    overflows = f"the sum overflows where a gradient is {FP16_MAX / rule.init_scale:.3g} or more"
+    why = f"fp16 ends at {FP16_MAX:g}: {overflows}, although that of each micro-batch fits"
     # the power of 2 that leaves a factor of 16 below the limit
-    scale = 2.0 ** (math.floor(math.log2(limit / parts)) - 4)
-    fix = f"use {_starting(case, scale)}{', or 16-mixed, whose gradients are fp32' * half}"
+    scale = 2.0 ** (math.floor(math.log2(FP16_MAX / parts)) - 4)
+    fix = f"set init_scale={scale!r}, or use 16-mixed, whose gradients are fp32"
     yield Finding("accumulation_overflows", "warning", what, why, fix, "accumulate_grad_batches")
 
 

@@ -188,7 +188,6 @@ class Block(NamedTuple):
     name: str
     module: nn.Module
     reentrant: bool
-    by_transformers: bool
 
 
 def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
@@ -228,17 +227,15 @@ def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
-    """A key-value cache that is filled again by every recomputation."""
+    """A key-value cache that every recomputation fills again; a plan that checkpoints turns it off itself."""
     blocks = list(_blocks(case))
-    by_plan = case.policy is not None and case.policy.checkpointing is not None
     for name, module in case.modules:
         model = cast("Any", module)
         if not hasattr(type(module), "can_generate") or not model.can_generate():
             continue
         mine = [block for block in blocks if below(block.name, name)]
-        if getattr(model.config, "use_cache", False) is True and (mine or by_plan):
-            wrong = any(block.reentrant and not block.by_transformers for block in mine)
-            severity = "error" if wrong else "warning" if mine else "info"  # the plan turns it off itself
+        if getattr(model.config, "use_cache", False) is True and mine:
+            severity = "error" if any(reentrant(block.module) for block in mine) else "warning"
             what = "config.use_cache is on while activations are recomputed"
             kept = "keys and values of every layer are kept, much of the memory that checkpointing should save"
             why = f"{kept}; a recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
@@ -253,7 +250,7 @@ def _blocks(case: ModelUnderTest) -> Iterator[Block]:
     for name, module in case.modules:
         wrapped = reentrant(module)
         if wrapped is not None:
-            yield Block(name, module, wrapped, by_transformers=False)
+            yield Block(name, module, wrapped)
         elif name in flagged and not any(other != name and below(other, name) for other in flagged):
             keywords = getattr(checkpointing_function(module), "keywords", {})
             # a model's flag speaks for its layers
@@ -261,7 +258,7 @@ def _blocks(case: ModelUnderTest) -> Iterator[Block]:
             layers = [(f"{key}.{at}", layer) for key, each in lists for at, layer in each.named_children()]
             for at, block in layers or [("", module)]:
                 full = ".".join(filter(None, (name, at)))
-                yield Block(full, block, keywords.get("use_reentrant") is not False, by_transformers=True)
+                yield Block(full, block, keywords.get("use_reentrant") is not False)
 
 
 #: checks that cost one walk over the modules

@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from lightning_mp import FP8, LossScaling, MixedPrecisionPlan, callbacks, make_strategy
 from lightning_mp.policy.hardware import Device
-from lightning_mp.policy.pieces import FP32_MAX
 from lightning_mp.preflight.doctor import doctor
 from lightning_mp.record.findings import Finding
 from support import hf, language
@@ -98,14 +97,11 @@ SAID: list[tuple[str, Callable[[], nn.Module], Any, Device | None, str, tuple[st
     *((MASTERS, half, plan, None, "warning",
        ("[0.weight]", "4 trained weights in bf16", "2**-8", "dtype=torch.float32"))
       for plan in ("bf16-mixed", "16-mixed", "32-true")),
-    *((MASTERS, half, Plan(mode), None, "info", ("at twice the memory",)) for mode in ("bf16-mixed", "32-true")),
     (MASTERS, net, "bf16-true", None, "warning", ("in bf16 alone", "'bf16-mixed'")),
     (MASTERS, net, Plan("16-true"), None, "warning", ("in fp16 alone", "'16-mixed'")),
     ("eval_mode", parts_in_eval_mode, "32-true", None, "warning", (": 2, 3",)),
     ("use_cache_while_checkpointing", partial(checkpointed, hf.gpt2), "bf16-mixed", None, "warning",
      ("use_cache = False",)),
-    ("use_cache_while_checkpointing", hf.llama, Plan("bf16-mixed", checkpointing="LlamaDecoderLayer"), None, "info",
-     ()),
     *(("bf16_emulated", net, plan, device, severity, (device.name, instead))
       for plan in ("bf16-mixed", Plan("bf16-mixed"))
       for device, severity, instead in
@@ -146,14 +142,12 @@ RUN_SAID: list[tuple[str, Any, int, str, str, str]] = [
     *(("scale_overflows_at_once", scaled(mode, **scaling), 1, severity, "loss_scaling.init_scale", said)
       for mode in ("16-mixed", "16-true")
       for scaling, severity, said in (
-        ({"init_scale": 2.0**32}, "warning", "about 16 steps are skipped"),
-        ({"init_scale": 2.0**32, "hysteresis": 2}, "warning", "about 17 steps are skipped"),
-        ({"init_scale": 2.0**25}, "warning", "about 9 steps are skipped"),
-        ({"init_scale": 2.0**32, **STATIC}, "warning", "skipped forever"),
-        ({"init_scale": 2.0**41, **STATIC}, "error", "skipped forever"),
+        ({"init_scale": 2.0**32}, "warning", "each halving costs a step"),
+        ({"init_scale": 2.0**25}, "warning", "a gradient of 0.002 overflows"),
+        ({"init_scale": 2.0**32, **STATIC}, "error", "skipped forever"),
         ({"init_scale": 2.0**42, "min_scale": 2.0**41}, "error", "skipped forever"))),
     *(("accumulation_overflows", plan, parts, "warning", "accumulate_grad_batches", said)
-      for plan, parts, said in ((scaled("16-true"), 8, "1 or more"), (scaled(init_scale=FP32_MAX), 2, "1 or more"),
+      for plan, parts, said in ((scaled("16-true"), 8, "1 or more"),
                                 (scaled("16-true", init_scale=2.0**20), 4, "0.0625 or more"))),
     *(("eps_underflows", plan, 1, "error", "configure_optimizers", "AdamW(eps=1e-08)")
       for plan in ("16-true", Plan("16-true"))),
@@ -202,6 +196,10 @@ UNSAID: list[tuple[str, Callable[[], nn.Module], Any, Device | None]] = [
       for build in (net, frozen_half) for plan in ("bf16-mixed", "32-true", Plan("bf16-mixed"))),
     (MASTERS, net, FP32_PINS, None), (MASTERS, net, PINNED_BF16, None),
     ("bf16_emulated", net, "bf16-mixed", EMULATING_CPU),
+    # what a plan does of its own accord
+    *(("", half, Plan(mode), None) for mode in ("bf16-mixed", "16-mixed", "32-true")),
+    ("", partial(half, torch.half), Plan("16-mixed"), None),
+    ("", hf.llama, Plan("bf16-mixed", checkpointing="LlamaDecoderLayer"), None),
     ("", frozen_parts, "32-true", None),
     *(("fp16_params_under_scaler", build, plan, None) for build, plan in (
         (net, "16-mixed"), (half, "16-mixed"), (partial(half, torch.half), "bf16-mixed"),
@@ -257,7 +255,7 @@ def test_a_stock_scaler_refuses_fp16_weights_a_plan_trains_them_and_the_doctor_k
     assert (finding.severity, finding.where) == ("error", "net.0.weight")
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         fit(model, plugins=[MixedPrecision("16-mixed", "cpu")])
-    assert found(model, plan)["fp16_params_under_scaler"].severity == "info"
+    assert found(model, plan) == {}
     model.losses.clear()
     fit(model, plugins=[plan])
     assert len(model.losses) == 8
