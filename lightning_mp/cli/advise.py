@@ -73,15 +73,15 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 
     with refusals("advise", ValueError, OSError):
         asked = {name: value for name, value in context.params.items() if name not in _OWN}
-        found = ask(_given(params, config), interconnect_gbps=gbps, **asked)
+        advice = ask(_given(params, config), interconnect_gbps=gbps, **asked)
         if as_json:
-            typer.echo(json.dumps(found.to_dict(), indent=2))
-        best = found.best  # refuses where nothing fits
+            typer.echo(json.dumps(advice.to_dict(), indent=2))
+        best = advice.best  # refuses where nothing fits
         money = None if price is None else best.cost(price, tokens)
         if not as_json:
-            _show(found, money)
+            _show(advice, money)
         if out is not None:
-            out.write_text(found.yaml(), encoding="utf-8")
+            out.write_text(advice.yaml(), encoding="utf-8")
             typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)
 
 
@@ -171,28 +171,28 @@ def _given(params: float | None, config: Path | None) -> Any:
         refuse("advise", f"--config {config}: {one_line(error)}; give a transformers config.json")
 
 
-def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
+def _show(advice: Advice, money: tuple[float, float, float] | None) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from lightning_mp.planner.advise import RANKED
 
-    shape, best, terminal = found.shape, found.best, console()
+    shape, best, terminal = advice.shape, advice.best, console()
 
     def say(text: str, first: str = "", rest: str = "") -> None:
         wrap = textwrap.TextWrapper(terminal.width, first, first + rest, break_on_hyphens=False)
         terminal.print(wrap.fill(text), highlight=False, markup=False)
 
-    where = f"{shape.seq_len} tokens a sequence, on {best.layout.gpus} x {found.gpu.word}"
+    where = f"{shape.seq_len} tokens a sequence, on {best.layout.gpus} x {advice.gpu.word}"
     say(f"{in_short(shape.params)} parameters, {where}.")
-    say(f"Precision: {found.precision_reason}.")
+    say(f"Precision: {advice.precision_reason}.")
     terminal.print()
     # a narrow terminal has no room for ranges and MFU, which the lines below the table have for the first
     shown = None if terminal.width >= _WIDE else -2
     layout = ["", "strategy", "data x tensor\nx pipeline", "checkpoint", "batch x\naccumulate"]
     heads = [*layout, "GiB", "tokens/s\na GPU", "range", "MFU"]
     table = Table(*heads[:shown], box=SIMPLE_HEAD, pad_edge=False)
-    for rank, each in enumerate(found.choices[:_SHOWN], start=1):
+    for rank, each in enumerate(advice.choices[:_SHOWN], start=1):
         low, mid, high = each.tokens_per_s
         layout = [str(rank), each.strategy, f"{each.data} x {each.tensor} x {each.pipeline}", each.checkpointing]
         batch = [f"{each.micro_batch} x {each.accumulate}", f"{each.memory_bytes / _GIB:.1f}"]
@@ -202,15 +202,15 @@ def _show(found: Advice, money: tuple[float, float, float] | None) -> None:
     say(RANKED)
     terminal.print()
     parts = ", ".join(f"{name.replace('_', ' ')} {value / _GIB:.1f}" for name, value in best.parts.items())
-    budget = found.tokens or shape.tokens
+    budget = advice.tokens or shape.tokens
     low, mid, high = best.days(budget)
     cost = "" if money is None else f", at a cost of {money[0]:,.0f} to {money[2]:,.0f}"
     say(f"1: {best}", rest="   ")
-    reason = best.reason.removeprefix(found.precision_reason).removeprefix("; ")
+    reason = best.reason.removeprefix(advice.precision_reason).removeprefix("; ")
     say(f"GiB by part: {parts}.{reason and f' {reason}.'}", "   ")
     say(f"{in_short(budget)} tokens: {_days(mid)} days ({_days(low)} to {_days(high)}){cost}", "   ")
-    say(f"{found.gpu.word}: {found.gpu.source}.", "   ")
-    for line in found.lost:
+    say(f"{advice.gpu.word}: {advice.gpu.source}.", "   ")
+    for line in advice.lost:
         say(f"- {line}", "   ", "  ")
 
 

@@ -43,18 +43,19 @@ def compare(
     """
     asked = {"seeds": seeds, "steps": steps, "margin": margin, "out": out}
     with refusals("compare"), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        found, folder = _compared(arguments or [], plans, config_dir or [], asked)
-    show(found, folder, as_json=as_json)
+        result, folder = _compared(arguments or [], plans, config_dir or [], asked)
+    show(result, folder, as_json=as_json)
 
 
-def show(found: Comparison, folder: Path, *, as_json: bool = False) -> None:
+def show(result: Comparison, folder: Path, *, as_json: bool = False) -> None:
     """Print the table and where the page is, on rank 0, and leave with 1 where a run failed."""
     from lightning_mp.compat.lightning import rank_zero_only
 
     if getattr(rank_zero_only, "rank", 0) == 0:
-        typer.echo((folder / "compare.json").read_text("utf-8") if as_json else found.to_text(console().width).rstrip())
+        table = (folder / "compare.json").read_text("utf-8") if as_json else result.to_text(console().width)
+        typer.echo(table.rstrip())
         typer.echo(f"written: {folder / 'compare.html'}, {folder / 'compare.json'}", err=as_json)
-    raise typer.Exit(1 if any(plan.failed for plan in found.plans) else 0)
+    raise typer.Exit(1 if any(plan.failed for plan in result.plans) else 0)
 
 
 def _compared(
@@ -79,7 +80,7 @@ def _compared(
         longest = trainer.pop("max_steps", None) or 0
         steps = asked["steps"] or (longest if longest > 0 else _STEPS)
         with parts.running(folder, faults):
-            found = compare(
+            result = compare(
                 partial(_made, parts.instantiated, config["model"], "model", kind=parts.LightningModule),
                 partial(_made, parts.data, config),
                 plans,
@@ -88,7 +89,7 @@ def _compared(
                 say=typer.echo,
                 **{name: value for name, value in trainer.items() if name not in OWN},
             )
-    return found, folder
+    return result, folder
 
 
 def _made(make: Callable[..., T], *given: Any, **options: Any) -> T:
@@ -120,8 +121,8 @@ def demo(
     Example: lightning-mp demo --steps 20
     """
     with refusals("demo", OSError):
-        found = _demo(steps, out)
-    show(found, out)
+        result = _demo(steps, out)
+    show(result, out)
 
 
 def _demo(steps: int | None, out: Path) -> Comparison:

@@ -184,8 +184,8 @@ def diff(
         with parts.one_run(arguments or [], faults, "diff", config_dir or [], **replaced) as (config, _):
             model, batches = parts.model_and_batches(config, faults)
             a, b = map(MixedPrecisionPlan.from_policy, policies.values())
-            found = first_difference(model, next(iter(batches)), a, b, compile=compile)
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+            difference = first_difference(model, next(iter(batches)), a, b, compile=compile)
+    typer.echo(json.dumps(difference.to_dict(), indent=2) if as_json else str(difference))
 
 
 # ---------------------------------------------------------------------- env
@@ -196,13 +196,13 @@ def env(as_json: Json = False) -> None:
 
     Example: lightning-mp env --json > env.json
     """
-    found = collect()
+    facts = collect()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(facts, indent=2))
         return
-    for name, version in found["versions"].items():
+    for name, version in facts["versions"].items():
         typer.echo(f"{name:18} {version}")
-    for device in found["devices"]:
+    for device in facts["devices"]:
         typer.echo(f"\n{device['device']}: {device['name']}")
         for mode, says in device["modes"].items():
             typer.echo(f"  {mode:11} {says}")
@@ -217,11 +217,11 @@ def collect() -> dict[str, Any]:
     from lightning_mp.record.run_log import versions
 
     # torch's own version says what it was built for
-    found = {"system": platform.platform(), **versions(), "torch": str(torch.__version__)}
+    installed = {"system": platform.platform(), **versions(), "torch": str(torch.__version__)}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         devices.append(torch.device("mps"))
-    return {"versions": found, "devices": [_on(device) for device in (*devices, torch.device("cpu"))]}
+    return {"versions": installed, "devices": [_on(device) for device in (*devices, torch.device("cpu"))]}
 
 
 def _on(device: torch.device) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def consolidate(
         tensors, left_out = write_consolidated(checkpoint, output, dtype, prefix, cast_all, False if trust else None)
     if left_out:
         typer.echo(f"left out, since they are no tensors: {', '.join(left_out)}", err=True)
-    dtypes = sorted({dtype_name(one.dtype) for one in tensors.values()})
-    size = f"{counted(len(tensors), 'tensor')}, {in_bytes(sum(one.nbytes for one in tensors.values()))}"
+    dtypes = sorted({dtype_name(tensor.dtype) for tensor in tensors.values()})
+    size = f"{counted(len(tensors), 'tensor')}, {in_bytes(sum(tensor.nbytes for tensor in tensors.values()))}"
     typer.echo(f"{output}: {size}, {', '.join(dtypes)}")
 
 
@@ -97,7 +97,7 @@ def init(
         source = known.get(group or EXPERIMENT, {}).get(option)
         target = Path(f"{option}.yaml") if experiment else FOLDER / group / f"{option}.yaml"
         if source is None:
-            names = [*known[EXPERIMENT], *(f"{one}/{other}" for one, options in known.items() for other in options)]
+            names = [*known[EXPERIMENT], *(f"{kind}/{stem}" for kind, options in known.items() for stem in options)]
             fix = f"{did_you_mean(name, names)} 'lightning-mp init' lists them"
             faults.add(f"{name!r} is no config of the package", fix=fix)
         elif target.exists():

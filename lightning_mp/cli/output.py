@@ -87,5 +87,5 @@ def console() -> Console:
     """Where tables are printed."""
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=max(found.width, _PLAIN_WIDTH))
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=max(plain.width, _PLAIN_WIDTH))

@@ -61,9 +61,9 @@ def one_run(
 ) -> Generator[tuple[dict[str, Any], Regime]]:
     """Within, the run that the arguments of ``command`` describe: its checked config and its regime."""
     with composed(arguments, command, faults, config_dirs, **replaced) as (config, places):
-        found = faults.unwrap(regime(config, places, faults))
+        checked = faults.unwrap(regime(config, places, faults))
         with running(Path(config["run_dir"]), faults), quiet():
-            yield config, found
+            yield config, checked
 
 
 @contextmanager
@@ -164,17 +164,17 @@ def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
 
 def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
     """From a mapping (``null`` switches one off) or a list; those without a folder of their own write to the run's."""
-    homes, found = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}, list[Callback]()
+    homes, callbacks = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}, list[Callback]()
     listed = given if isinstance(given, (dict, list)) else [given]
     for name, entry in listed.items() if isinstance(listed, dict) else enumerate(listed):
         if isinstance(entry, Mapping) and "_target_" in entry:
             takes = signature_of(entry["_target_"]).parameters
             own = {key: home for key, home in homes.items() if key in takes and not entry.get(key)}
             built = instantiated({**entry, **own}, f"callbacks.{name}", faults, Callback)
-            found += [] if built is None else [built]
+            callbacks += [] if built is None else [built]
         elif entry is not None:
             faults.add(f"callbacks.{name}: {entry!r}", fix="write '_target_: package.Class', or null")
-    return found
+    return callbacks
 
 
 def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> Any:
