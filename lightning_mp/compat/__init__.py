@@ -58,11 +58,11 @@ def quietly(level: int = logging.WARNING) -> Generator[None, None, None]:
 @contextmanager
 def patched(owner: Any, **values: Any) -> Generator[None, None, None]:
     """Within, attributes of ``owner`` have other values; those before come back, also after a failure."""
-    before = {name: getattr(owner, name) for name in values}
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:  # of an instance, or a class, what is its class's or its base's is not put in its own place
+            setattr(owner, name, before[name]) if name in before else delattr(owner, name)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Container, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -83,9 +83,9 @@ class Zero:
             zero.check_grad_overflow = True  # else gradients are never asked whether they are finite
         zero.clip_grad = clip
 
-    def patch(self, check: Callable[[], None], step: Callable[..., None]) -> Callable[[], None]:
-        """Have ``check`` run before each bucket of gradients is summed over ranks, and ``step`` as step; undoes it."""
-        own, stage_3 = vars(self.optimizer), "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+    def watched(self, check: Callable[[], None], step: Callable[..., None]) -> AbstractContextManager[None]:
+        """Within, ``check`` runs before each bucket of gradients is summed over ranks, and ``step`` as step."""
+        stage_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
         name = stage_3 if hasattr(self.optimizer, stage_3) else "reduce_ipg_grads"
         reduce = getattr(self.optimizer, name)
 
@@ -93,12 +93,7 @@ class Zero:
             check()
             reduce(*args, **kwargs)
 
-        def undo() -> None:
-            for patched_name in (name, "step"):
-                own.pop(patched_name, None)
-
-        own.update({name: checked, "step": partial(step, self.optimizer.step)})
-        return undo
+        return patched(self.optimizer, **{name: checked, "step": partial(step, self.optimizer.step)})
 
     @property
     def sums_every_pass(self) -> bool:
@@ -269,17 +264,16 @@ def gathers(module: Any) -> bool:
     return any(is_partitioned(one) and not one.numel() for one in module.parameters(recurse=False))
 
 
-def after_gathered_change(parameter: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Have ``call`` run after a user's ``GatheredParameters`` that begin with this one and change them; undoes it."""
+def gathered_changes_told(parameter: Any, tell: Callable[[], None]) -> AbstractContextManager[None]:
+    """Within, ``tell`` is called after a user's ``GatheredParameters`` that begin with this one and change them."""
     own = parameter.partition
 
     def partition(param_list: Any = None, *rest: Any, has_been_updated: bool = False, **options: Any) -> None:
         own(param_list, *rest, has_been_updated=has_been_updated, **options)
         if has_been_updated:
-            call()
+            tell()
 
-    parameter.partition = partition
-    return lambda: setattr(parameter, "partition", own)
+    return patched(parameter, partition=partition)
 
 
 def local_part(parameter: Any) -> Tensor:

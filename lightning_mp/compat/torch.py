@@ -17,8 +17,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from lightning_mp.compat import patched
-
 #: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
 NO_TORCH_FUNCTION: Any = cast("Any", torch)._C._disabled_torch_function_impl
 
@@ -138,7 +136,7 @@ def backward_traced_outside_autocast() -> AbstractContextManager[None]:
     AOTAutograd traces them at the time of the forward, by default under the autocast around the compiled region: what
     turns autocast off inside would have a half-precision backward. The setting is read at each tracing in this thread.
     """
-    return patched(functorch_config, backward_pass_autocast="off")
+    return cast("Any", functorch_config).patch(backward_pass_autocast="off")
 
 
 def cpu_attention() -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp.compat.deepspeed import Zero, after_gathered_change, gathers, is_partitioned
+from lightning_mp.compat.deepspeed import Zero, gathered_changes_told, gathers, is_partitioned
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled, version
 from lightning_mp.errors import Fault, Faults
@@ -42,9 +42,9 @@ class ZeroEngine(StepEngine):
     evaluates_once = "with ZeRO"
     reduces = "ZeRO"
     steps = (("flat pieces", "ZeRO's pieces of flat tensors"),)
-    _zero: Zero | None = None
-    #: there while ``_zero`` is
-    _weights: Trained
+    #: both there while it trains
+    _zero: Any = None
+    _weights: Any = None
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
     #: by param group, the index of the user's that it came from
@@ -93,8 +93,8 @@ class ZeroEngine(StepEngine):
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = zero.clip_of_json
         self._weights = Trained(module, compares=self.distributed, by_window=zero.sums_every_pass, group=group)
-        self._connected.callback(self._weights.release)
-        self._connected.callback(zero.patch(self._weights.compare, self._raw_step))
+        self._connected.callback(self._weights.hooks.close)
+        self._connected.enter_context(zero.watched(self._weights.compare, self._raw_step))
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
@@ -113,12 +113,12 @@ class ZeroEngine(StepEngine):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
         with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
-            self._running.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
-        self._weights.finish_pass(ends_window=self._running.engine.is_gradient_accumulation_boundary())
+            self._zero.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        self._weights.finish_pass(ends_window=self._zero.engine.is_gradient_accumulation_boundary())
 
     def begin_window(self) -> None:
         """Forget a window that an epoch left in its midst."""
-        self._running.forget_gradients()
+        self._zero.forget_gradients()
         self._weights.begin_window()
 
     def on_trained_changed(self) -> None:
@@ -159,7 +159,7 @@ class ZeroEngine(StepEngine):
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Have the step clip by the norm over all partitions."""
-        self._running.optimizer.clip_grad = max_norm
+        self._zero.optimizer.clip_grad = max_norm
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
         """Raise a RuntimeError: ZeRO has no clipping by value."""
@@ -171,7 +171,7 @@ class ZeroEngine(StepEngine):
         Raises:
             RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
         """
-        zero, weights = self._running, self._weights
+        zero, weights = self._zero, self._weights
         if not zero.engine.is_gradient_accumulation_boundary():
             refuse(
                 "a training_step that returned None on the last batch of a window of accumulation with ZeRO, which "
@@ -197,11 +197,6 @@ class ZeroEngine(StepEngine):
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
-    @property
-    def _running(self) -> Zero:
-        assert self._zero is not None
-        return self._zero
-
     def check_weights(self) -> None:
         """Raise a RuntimeError where a user changed weights that ZeRO-3 has split."""
         if self._zero is not None:
@@ -209,13 +204,12 @@ class ZeroEngine(StepEngine):
 
     def _raw_step(self, own: Any, closure: Any = None) -> None:
         """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
-        self._refuse_untracked(self._running.optimizer, (), {})
+        self._refuse_untracked(self._zero.optimizer, (), {})
         own(closure)
 
     def release(self) -> None:
         super().release()
-        self._zero = None
-        vars(self).pop("_weights", None)
+        self._zero = self._weights = None
 
 
 # ------------------------------------------------------------------ what a ZeRO optimizer does not see
@@ -287,13 +281,12 @@ class Trained:
         self.partitioned = bool(split)
         self._written_gathered = False
         self.accept_writes()
-        self._undo = [p.register_post_accumulate_grad_hook(self._note).remove for p in self._named.values()]
-        self._undo += [after_gathered_change(parameter, self._note_gathered_write) for parameter in split]
-
-    def release(self) -> None:
-        """Let go of the parameters."""
-        for undo in self._undo:
-            undo()
+        #: what the parameters have of this; to be closed
+        self.hooks = ExitStack()
+        for parameter in self._named.values():
+            self.hooks.callback(parameter.register_post_accumulate_grad_hook(self._note).remove)
+        for parameter in split:
+            self.hooks.enter_context(gathered_changes_told(parameter, self._note_gathered_write))
 
     def refuse_changed(self, module: nn.Module) -> None:
         """Raise a RuntimeError where parameters were frozen or unfrozen: ZeRO partitioned what was trained."""

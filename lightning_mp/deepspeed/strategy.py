@@ -3,7 +3,7 @@
 import os
 from argparse import Namespace
 from collections.abc import Container, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_mp.checkpoints.formats import without_file_protocol
 from lightning_mp.checkpoints.full import loads_alike, resumable
 from lightning_mp.compat import deepspeed as compat
-from lightning_mp.compat import require_versions
+from lightning_mp.compat import patched, require_versions
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     ForwardRedirection,
@@ -50,24 +50,16 @@ class InsideEngine(ForwardRedirection):
 
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
-        attributes = vars(original_module)
-        users_own = {name: attributes[name] for name in ("forward",) if name in attributes}
-
-        def bring_back() -> None:
-            attributes.pop("forward", None)
-            attributes.update(users_own)
+        instead = ExitStack()
 
         def step(*inner: Any, **named: Any) -> Any:
-            bring_back()
+            instead.close()
             with self._plan.forward_context():
                 return getattr(original_module, method_name)(*inner, **named)
 
-        attributes["forward"] = step
-        try:
-            with torch.autocast(original_module.device.type, enabled=False):
-                return wrapper_module(*args, **kwargs)
-        finally:
-            bring_back()
+        with instead, torch.autocast(original_module.device.type, enabled=False):
+            instead.enter_context(patched(original_module, forward=step))
+            return wrapper_module(*args, **kwargs)
 
 
 class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
@@ -282,19 +274,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             return
         import deepspeed
 
-        policy = plan_of(self).policy
-        if policy.precision == "auto":
-            raise PlanError.of(
-                "precision='auto' with configure_model() under ZeRO-3, which partitions weights as they are made",
-                "write precision='bf16-mixed', or make the model in __init__",
-                "strategy",
-            )
-        with Faults(SUBJECT) as faults:
-            composed = self._composed(policy, faults)
-        batch = ("train_batch_size", "gradient_accumulation_steps")  # the Trainer's; zero.Init only looks for any
-        config = {key: value for key, value in composed.items() if key not in batch}
         # fp32 is stored where no half engine is on; a dtype given to it may become bf16 (Init._set_dtype)
-        config |= {"fp16": {"enabled": False}, "train_micro_batch_size_per_gpu": 1}
+        zero = merge.over(self._host_defaults, merge.without_unset(self._given or {}))["zero_optimization"]
+        config = {"zero_optimization": zero | {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
         with deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config):
             yield
 

@@ -1,14 +1,16 @@
 """Pipeline parallelism for a LightningModule that says what its stages are; transformers' Llama and GPT-2 need not."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -41,18 +43,19 @@ from lightning_mp.fsdp2.units import (
     whole_on_cpu,
 )
 from lightning_mp.modules.remote import free_remote, is_remote
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import floating_in, map_tensors, tensors_in, to_torch
 from lightning_mp.numerics.rng import Stream
 from lightning_mp.pipeline.schedules import (
     SCHEDULES,
     SEVERAL,
-    Pipeline,
     PipelineEngine,
     StashedGradients,
+    WatchedStage,
     average,
     refused,
 )
 from lightning_mp.pipeline.stages import Cut, Part, cut, units_of
+from lightning_mp.plan.alike import apart
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks
@@ -119,7 +122,14 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         self._cut_from: nn.Module | None = None
         self._cut: Cut | None = None
         self._parts: dict[int, Part] = {}
-        self._pipeline: Any = None
+        #: torch's schedules, by what they were made for, and the targets and the losses of the one that runs
+        self._made: dict[Any, Any] = {}
+        self._targets: Sequence[Any] = ()
+        self._losses: list[Tensor] = []
+        #: the shapes of the inputs to train on
+        self._shapes: list[torch.Size] | None = None
+        #: the epoch whose first batch was compared, and whether it was one to train on
+        self._compared: tuple[int, bool] | None = None
 
     # ------------------------------------------------------------------ processes
 
@@ -156,6 +166,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         #: stages in all, virtual ones included, and those on this rank
         self._count = stages * (self._virtual if self._schedule in SEVERAL else 1)
         self._mine = range(dist.get_rank(self.stage_group), self._count, stages)
+        #: the pieces of a training batch
+        self._pieces = self._microbatches or 4 * stages
 
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the stages."""
@@ -222,16 +234,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         if self._cut_from is not module:
             self._cut_from, self._cut = module, found
             self._keep_stages(module, found, plan)
-        self._pipeline = Pipeline(
-            module=module,
-            schedule=self._schedule,
-            parts=self._parts,
-            count=self._count,
-            microbatches=self._microbatches or 4 * self.stage_group.size(),
-            group=self.stage_group,
-            device=self.root_device,
-            context=plan.forward_context,
-        )
+        self._made, self._shapes, self._compared = {}, None, None
         own = [parameter for part in self._parts.values() for parameter in part.parameters()]
         self._gradients = StashedGradients(own, sharded=self._shards_stages)
         # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
@@ -286,27 +289,121 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
         trainer, plan = self._user_module.trainer, plan_of(self)
         assert plan.engine is not None
-        inputs, target = self._pipeline.batch(args[0], training=True)
-        scaler, pieces = plan.engine.scaler, self._pipeline.microbatches * trainer.accumulate_grad_batches
+        inputs, target = self._batch(args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
         with plan.engine.training_step(), self._gradients.stashing(afresh=afresh):
             with self._stream.drawn():
-                loss = self._pipeline.train(inputs, target, lambda one: scaler.scale(one / pieces))
+                loss = self._run(inputs, target, self._pieces, "step")
+            for name, parameter in self._user_module.named_parameters():
+                if is_remote(parameter) and parameter.grad is not None:
+                    raise refused(
+                        f"a pipeline_loss or a stage that computes with {name!r}, which another stage holds",
+                        "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'",
+                    )
             if self.replica_group.size() > 1 and not self.shard and not accumulates(trainer):
                 average(self._gradients.parameters, self.replica_group, to_torch(plan.policy.reduce_dtype))
         self._user_module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._gradients.loss(loss)
 
     def _evaluate(self, name: str, batch: Any, *_args: Any) -> Tensor:
-        """Run the schedule's forward on a batch; the loss is logged on every rank."""
-        inputs, target = self._pipeline.batch(batch, training=False)
+        """Run the schedule's forward, in one piece where a batch cannot be split evenly; log the loss on every rank."""
+        inputs, target = self._batch(batch, training=False)
         with self._gradients.untouched():
-            loss = self._pipeline.evaluate(inputs, target)
+            loss = self._run(inputs, target, 1 if len(inputs[0]) % self._pieces else self._pieces, "eval")
         for part in self._parts.values():
             if isinstance(part, FSDPModule):  # what stays gathered hides the shards from a second fit's optimizer
                 part.reshard()
         self._user_module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
+
+    def _batch(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs and target of a batch, for which the stages are set to train or to evaluate as the module is."""
+        module = self._user_module
+        for part in self._parts.values():
+            part.train_own(module.training)
+        pair = cast("Any", module).pipeline_batch(batch)
+        if not isinstance(pair, tuple) or len(cast("tuple[Any, ...]", pair)) != 2:
+            raise refused(f"pipeline_batch, which returned {type(pair).__name__}", "return (inputs, target)")
+        inputs, target = cast("tuple[Any, Any]", pair)
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        tensors: list[Tensor] = [*tensors_in(inputs), *tensors_in(target)]
+        rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
+        if len(rows) != 1 or not all(isinstance(one, Tensor) for one in inputs):
+            raise refused(
+                f"pipeline_batch with tensors of {' and '.join(map(str, sorted(rows)))} rows",
+                "give every tensor the rows of the batch, or keep what has none in the module",
+            )
+        if training:
+            self._check_shapes(rows.pop(), [tensor.shape for tensor in cast("tuple[Tensor, ...]", inputs)])
+        place = module.trainer.current_epoch, training
+        if self._compared != place:
+            self._compared = place
+            # of whole numbers, so that no order of a sum is in it; a copy to the host once an epoch
+            held = (tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+            if apart(map(crc32, held), self.root_device, self.stage_group):
+                raise refused(
+                    "other batches on one stage than on another",
+                    "call seed_everything() before data is made, and give a sampler of your own num_replicas and rank "
+                    "of trainer.strategy.distributed_sampler_kwargs",
+                )
+        return inputs, target
+
+    def _check_shapes(self, rows: int, shapes: list[torch.Size]) -> None:
+        if rows % self._pieces:
+            raise refused(
+                f"a batch of {rows} rows with microbatches={self._pieces}",
+                f"use a batch size that is a multiple of {self._pieces}, with drop_last=True",
+            )
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            given = f"a batch of shape {[*map(tuple, shapes)]} after batches of {[*map(tuple, self._shapes)]}"
+            raise refused(given, "pad to one length, and use DataLoader(drop_last=True)")
+
+    def _run(self, inputs: tuple[Tensor, ...], target: Any, number: int, how: str) -> Tensor:
+        """Forward (``"eval"``), and backward (``"step"``), of ``number`` micro-batches; all ranks get the mean loss."""
+        # stages hand on the gradients that those need which are trained
+        trained = tuple(parameter.requires_grad for parameter in self._user_module.parameters())
+        key = how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs), trained
+        if key not in self._made:
+            self._made[key] = self._new_schedule(number, how)
+        last = self._count - 1 in self._parts
+        self._targets = [map_tensors(target, lambda one, at=at: one.chunk(number)[at]) for at in range(number)]
+        self._losses = []
+        places = {"target": torch.arange(number)} if last else {}
+        getattr(self._made[key], how)(*(inputs if 0 in self._parts else ()), **places, return_outputs=False)
+        self._targets = ()
+        mean = torch.zeros((), dtype=torch.float32, device=self.root_device)
+        if last:
+            mean = torch.stack(self._losses).mean().to(mean)
+        dist.broadcast(mean, group_src=self.stage_group.size() - 1, group=self.stage_group)
+        return mean
+
+    def _new_schedule(self, number: int, how: str) -> Any:
+        several, group, device = self._schedule in SEVERAL, self.stage_group, self.root_device
+        forward_only = pipelining.ScheduleLoopedBFS if several else pipelining.ScheduleGPipe
+        schedule: Any = SCHEDULES[self._schedule] if how == "step" else forward_only
+        stages = [WatchedStage(part, index, self._count, device, group=group) for index, part in self._parts.items()]
+        # the loss is divided before it is scaled: a loss scale times a sum overflows sooner than times a mean
+        loss_of = partial(self._loss_of, stages[-1], how == "step")
+        return schedule(stages if several else stages[0], number, loss_fn=loss_of, scale_grads=False)
+
+    def _loss_of(self, stage: WatchedStage, training: bool, output: Any, place: Tensor) -> Tensor:
+        if stage.shapes_only:  # a loss of every number of the output
+            return torch.stack([one.float().square().sum() for one in floating_in(output)]).sum()
+        plan, module = plan_of(self), self._user_module
+        with plan.forward_context():
+            loss = cast("Any", module).pipeline_loss(output, self._targets[int(place)])
+        trains = any(one.requires_grad for one in tensors_in(output))
+        if not isinstance(loss, Tensor) or loss.ndim or (trains and not loss.requires_grad):
+            what = tuple(loss.shape) if isinstance(loss, Tensor) and loss.ndim else type(loss).__name__
+            raise refused(
+                f"pipeline_loss, which returned {what}",
+                "return the mean over the rows of the micro-batch, computed from the output without detach() or item()",
+            )
+        self._losses.append(loss.detach())
+        if not training or plan.engine is None:
+            return loss
+        return plan.engine.scaler.scale(loss / (self._pieces * module.trainer.accumulate_grad_batches))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: only the last stage has the output."""
@@ -328,7 +425,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         own: Any = {} if self.lightning_module is None else vars(self.lightning_module)
         for name in [name for name in _STEPS if own.get(name) is _never]:
             del own[name]
-        self._pipeline = None
+        self._made.clear()
 
     # ------------------------------------------------------------------ checkpoints
 
