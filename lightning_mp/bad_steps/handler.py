@@ -63,7 +63,7 @@ def bad_step(
         cause, advice = "the loss scale has become too large; the scaler lowers it", ""
     else:
         cause, advice = diagnosis.cause, diagnosis.advice(bad_loss, under_plan=under_plan)
-        known = {"role": diagnosis.origin and diagnosis.origin.role, "batch_idx": diagnosis.batch_idx, **evidence}
+        known = {"batch_idx": diagnosis.batch_idx, **evidence}
     return Event(
         step=step,
         kind="nonfinite_loss" if bad_loss else "nonfinite_grad",

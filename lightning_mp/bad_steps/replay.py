@@ -112,7 +112,7 @@ class Replayer:
             if self._window and not notes and origin is not None:
                 # every rank ran the window again and met nothing: it was changed on its own rank
                 origin = replace(origin, phase="after backward")
-        diagnosis = first_bad_rank(named(module, origin), False, distributed=distributed)
+        diagnosis = first_bad_rank(named(origin), False, distributed=distributed)
         diagnosis = replace(diagnosis, batch_idx=self._window[0].batch_idx if len(self._window) == 1 else None)
         if diagnosis.origin is not None and diagnosis.origin.phase == "after backward":
             return diagnosis
@@ -150,7 +150,7 @@ def _replayed(
 
     try:
         with _replaying(trainer, module, kept), torch.set_grad_enabled(backward):
-            origin = named(module, nonfinite.locate(module, run, backward=backward))
+            origin = named(nonfinite.locate(module, run, backward=backward))
     except Exception as error:  # a diagnosis must not end a run that would have gone on
         notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
         return None, False

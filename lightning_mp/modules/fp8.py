@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -29,8 +29,6 @@ from lightning_mp.modules.patterns import (
     swap_out,
 )
 from lightning_mp.numerics.dtypes import is_plain
-from lightning_mp.numerics.grads import local
-from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.policy import FP8
 
 
@@ -230,18 +228,6 @@ def _no_inference_mode() -> Generator[None, None, None]:
 def is_converted(module: nn.Module) -> bool:
     """Whether a run has it multiply in FP8."""
     return module.__dict__.get("_lmp_fp8") is not None
-
-
-def with_role(root: nn.Module, origin: Origin | None) -> Origin | None:
-    """Where a non-finite value was born; of a layer that runs in FP8, with the operand that was not finite."""
-    layer = None if origin is None else dict(root.named_modules()).get(origin.module)
-    if origin is None or layer is None or not is_converted(layer) or origin.phase not in ("forward", "backward"):
-        return origin
-    if origin.phase == "backward":
-        return replace(origin, role="gradient")
-    weight = local(cast("Tensor", layer.weight))
-    bad = not bool(torch.isfinite(torchao.restored(weight) if torchao.holds_fp8(weight) else weight).all())
-    return replace(origin, role="weight" if bad else "input" if origin.input_bad else "output")
 
 
 class Conversion:

@@ -26,15 +26,13 @@ class Origin:
     """The module in which a non-finite value first appeared, in which pass, and the parameter it reached first.
 
     In phase ``"loss"`` it is the module that ran last before the loss. ``input_bad``: its input was non-finite already,
-    by the batch or an operation between ``after``, the module before it, and it. ``role`` is which operand of a layer
-    that runs in FP8 it was (``input``, ``weight``, ``gradient``, else ``output``).
+    by the batch or an operation between ``after``, the module before it, and it.
     """
 
     module: str
     parameter: str | None
     phase: Literal["forward", "loss", "backward", "after backward"]
     input_bad: bool = False
-    role: str | None = None
     after: str | None = None
 
     @property
@@ -46,9 +44,8 @@ class Origin:
         return _CAUSES[self.phase]
 
     def __str__(self) -> str:
-        role = f", fp8 {self.role}" if self.role else ""
         parameter = f", parameter {self.parameter!r}" if self.parameter else ""
-        return f"module {self.module!r}{role}{parameter}: {self.cause}"
+        return f"module {self.module!r}{parameter}: {self.cause}"
 
 
 def locate(root: nn.Module, run: Callable[[], Tensor | None], *, backward: bool = True) -> Origin | None:

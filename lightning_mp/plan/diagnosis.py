@@ -14,7 +14,6 @@ from lightning_mp.compat.deepspeed import is_partitioned, local_gradient
 from lightning_mp.compat.lightning import LightningModule, ParallelStrategy
 from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.errors import LossScaleError, NonFiniteError, pinning
-from lightning_mp.modules import fp8
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
@@ -131,12 +130,12 @@ def error(
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
     # of which nothing is left once the batch is run again
-    from_gradients = named(module, nonfinite.from_gradients(module, _kept_gradient))
-    origin = None if replay is None else named(module, nonfinite.locate(module, replay))
+    from_gradients = named(nonfinite.from_gradients(module, _kept_gradient))
+    origin = None if replay is None else named(nonfinite.locate(module, replay))
     found = first_bad_rank(origin, bad_loss, distributed=distributed)
     if found.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
         if from_gradients is not None and replay is not None and not found.bad_loss:
-            from_gradients = replace(from_gradients, phase="after backward", role=None)
+            from_gradients = replace(from_gradients, phase="after backward")
         found = first_bad_rank(from_gradients, bad_loss, distributed=distributed)
     return found.error(verdict, bad_loss=found.bad_loss, step=step, scale=scale)
 
@@ -155,9 +154,8 @@ def _kept_gradient(parameter: Any) -> Tensor | None:
     return local_gradient(parameter) if is_partitioned(parameter) else parameter.grad
 
 
-def named(module: nn.Module, origin: Origin | None) -> Origin | None:
-    """With the operand of an FP8 layer, and names without those of wrappers."""
-    origin = fp8.with_role(module, origin)
+def named(origin: Origin | None) -> Origin | None:
+    """With names without those of wrappers."""
     if origin is None:
         return None
     parameter = None if origin.parameter is None else plain_name(origin.parameter)
