@@ -22,7 +22,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
 )
 from lightning_mp.errors import Faults
-from lightning_mp.health.alerts import Reading
+from lightning_mp.health.alerts import AT_FLOOR, Reading
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.dtypes import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
@@ -31,6 +31,7 @@ from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Diagnosis, Verdict
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.side_run import loss_of, step_output
+from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event, Severity
 from lightning_mp.record.run_folder import BATCH_FILES, BATCHES
 from lightning_mp.record.run_log import RunDir, WritesRun, callbacks_of, end_run, open_folder
@@ -371,13 +372,11 @@ class BadStepCallback(WritesRun):
 
 #: the scale that a search of :data:`~lightning_mp.plan.diagnosis.SEARCH_SKIPS` overflows leads to, or a higher one
 SEARCH_SCALE = 2.0**10
-#: Once so many steps were applied the scale is known; so many overflows in a row are then no search any more.
-FOUND_AFTER, FOUND_SKIPS = 10, 3
 
 
 def has_bad_loss(reading: Reading) -> bool:
     """Whether the loss is known, and not finite."""
-    return not math.isfinite(reading.loss or 0.0)
+    return not math.isfinite(reading.get(metric_names.LOSS) or 0.0)
 
 
 class NonFiniteClassifier:
@@ -387,26 +386,22 @@ class NonFiniteClassifier:
     reported once.
     """
 
-    def __init__(self) -> None:
-        self.in_a_row = self._applied = 0
-        self._reported = False
+    #: non-finite readings without a finite one between them
+    in_a_row = 0
+    _reported = False
 
     def judge(self, reading: Reading, *, changed: bool = False) -> bool | None:
         """Whether a non-finite step is an alert; ``None`` where it is finite, or was reported.
 
         ``changed``: its gradients became non-finite once measured.
         """
-        bad_loss, scale = has_bad_loss(reading), reading.loss_scale
-        if not (changed or bad_loss or not math.isfinite(reading.grad_norm or 0.0)):
-            self._applied += not reading.skipped
+        problem, scale = changed or has_bad_loss(reading), reading[metric_names.LOSS_SCALE]
+        if not problem and math.isfinite(reading.get(metric_names.GRAD_NORM) or 0.0):
             self.in_a_row, self._reported = 0, False
             return None
-        self.in_a_row = max(self.in_a_row + 1, reading.skips_in_a_row)
-        alert = changed or bad_loss or scale is None or reading.scale_at_floor
-        if not alert and self._applied >= FOUND_AFTER:
-            alert = self.in_a_row >= FOUND_SKIPS
-        elif not alert:
-            alert = self.in_a_row > SEARCH_SKIPS and scale is not None and scale <= SEARCH_SCALE
+        self.in_a_row += 1
+        lasts = scale is None or reading[AT_FLOOR] or (self.in_a_row > SEARCH_SKIPS and scale <= SEARCH_SCALE)
+        alert = problem or lasts
         if alert and self._reported:
             return None
         self._reported = alert

@@ -1,7 +1,7 @@
 """The rules that watch a run's numbers and report what looks wrong: state machines over readings; no torch here.
 
-:class:`Alerts` takes one :class:`Reading` after another and answers with events; :class:`AlertSettings` holds every
-threshold, with where its number comes from.
+:class:`Alerts` takes one reading after another and answers with events; :class:`AlertSettings` holds every threshold,
+with where its number comes from.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, ClassVar, NamedTuple, cast
 
 from lightning_mp.errors import Faults, is_number, pinning
+from lightning_mp.record import metric_names
 from lightning_mp.record.events import KINDS, Event, Kind, Severity
 
 #: the kinds that rules report; non-finite values are detected by the callbacks
@@ -117,28 +118,11 @@ class AlertSettings:
         return cls(**given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """The numbers of the optimizer step ``step``; ``None`` where one is not known: rules skip it.
-
-    ``grad_norm`` is global, unscaled, before clipping. ``loss_scale`` is the one after the step, and
-    ``scale_at_floor`` says whether it can fall no further. ``skipped``: nothing was applied in this step.
-    """
-
-    step: int
-    loss: float | None = None
-    grad_norm: float | None = None
-    update_ratio: float | None = None
-    loss_scale: float | None = None
-    skipped: bool = False
-    skips_in_a_row: int = 0
-    scale_at_floor: bool = False
-    lr: float | None = None
-    tokens_per_s: float | None = None
-    samples_per_s: float | None = None
-    memory_gib: float | None = None
-
-
+#: the numbers of an optimizer step by the names of :mod:`~lightning_mp.record.metric_names`, and the two below; rules
+#: skip what is not there, ``None`` or not finite
+Reading = Mapping[str, Any]
+#: whether nothing was applied in the step, and whether the loss scale after it can fall no further
+SKIPPED, AT_FLOOR = "skipped", "scale_at_floor"
 Window = deque[float]
 
 
@@ -220,7 +204,7 @@ class Rule:
     """One condition. An event is made when it begins, and not again before ``readings_between`` without it."""
 
     kind: ClassVar[Kind]
-    #: the field of a reading that the rule looks at
+    #: the number of a reading that the rule looks at
     reads: str
     severity: ClassVar[Severity] = "warning"
     #: readings without the condition before the next event
@@ -242,10 +226,10 @@ class Rule:
 
     def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
         """The event of a condition that begins in this reading."""
-        if reading.step == self.last_step:
+        if reading[metric_names.STEP] == self.last_step:
             return None
-        self.last_step = reading.step
-        value = _known(getattr(reading, self.reads))
+        step = self.last_step = reading[metric_names.STEP]
+        value = _known(reading.get(self.reads))
         self.seen += value is not None
         condition = None if value is None else self.judge(value, reading)
         begins = self.cooldown == 0
@@ -255,7 +239,7 @@ class Rule:
         cause, advice = _TEXTS[condition.text or self.kind]
         pinned = pinning(["…"], under_plan=under_plan).partition(", before")[0]
         return Event(
-            step=reading.step,
+            step=step,
             kind=self.kind,
             severity=self.severity,
             value=condition.value,
@@ -280,7 +264,7 @@ class GradNormSpike(Rule):
     every norm is multiplied by the same number.
     """
 
-    kind, reads = "grad_norm_spike", "grad_norm"
+    kind, reads = "grad_norm_spike", metric_names.GRAD_NORM
     #: the first full window's median
     level: float | None = None
 
@@ -310,7 +294,7 @@ class LossDivergence(Rule):
     every reading in the window before that was as high, one more in a row is needed.
     """
 
-    kind, reads = "loss_divergence", "loss"
+    kind, reads = "loss_divergence", metric_names.LOSS
     severity = "error"
     readings_between = 50
     #: the lowest median of a window, and the standard deviation in it
@@ -359,16 +343,18 @@ class LossPlateau(Rule):
     A gradient norm that falls is convergence, and a rate that changes a schedule at work.
     """
 
-    kind, reads = "loss_plateau", "loss"
+    kind, reads = "loss_plateau", metric_names.LOSS
     readings_between = 100
     #: the largest median update ratio of half a window
     peak = 0.0
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
-        for name in ("loss", "grad_norm", "update_ratio", "lr"):
-            window, number = self.window(name, self.settings.plateau_window), _known(getattr(reading, name))
+        for name in (metric_names.LOSS, metric_names.GRAD_NORM, metric_names.UPDATE_RATIO, metric_names.LR):
+            number = _known(reading.get(name))
+            # in the evidence without the group of the loggers
+            window = self.window(name.rpartition("/")[2], self.settings.plateau_window)
             window.extend([] if number is None else [number])
-        losses, norms, ratios, rates = (self._windows[name] for name in ("loss", "grad_norm", "update_ratio", "lr"))
+        losses, norms, ratios, rates = self._windows.values()
         if _full(ratios):
             self.peak = max(self.peak, _medians(ratios, 2)[1])
         why = self._why(norms, ratios, rates) if _full(losses) and median(losses) != 0 else None
@@ -401,13 +387,13 @@ _SEARCHING = 2.0**16
 class ScaleCollapse(Rule):
     """Several of the last readings were skips at the scale's floor, or at a scale below one."""
 
-    kind, reads = "scale_collapse", "loss_scale"
+    kind, reads = "scale_collapse", metric_names.LOSS_SCALE
     severity = "error"
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
-        low = reading.scale_at_floor or value < _USELESS
+        low = reading.get(AT_FLOOR) or value < _USELESS
         skips = self.window("skips", _RECENT)
-        skips.append(float(low and reading.skipped))
+        skips.append(float(low and reading[SKIPPED]))
         count = int(sum(skips))
         if not low or count < self.settings.collapse_skips:
             return None
@@ -417,19 +403,20 @@ class ScaleCollapse(Rule):
 class SkipStreak(Rule):
     """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
 
-    kind, reads = "skip_streak", "skips_in_a_row"
+    kind, reads = "skip_streak", SKIPPED
     readings_between = 1
-    #: how many of the skips in a row were made while the scale was still above
-    scale_warmup = 0
+    #: the skips in a row, and how many of them were made while the scale was still above
+    skips = scale_warmup = 0
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
-        scale, skips = reading.loss_scale, reading.skips_in_a_row
+        scale, skips = reading.get(metric_names.LOSS_SCALE), self.skips + 1 if value else 0
+        self.skips = skips
         self.scale_warmup = skips if scale is not None and scale >= _SEARCHING else min(self.scale_warmup, skips)
         if skips - self.scale_warmup < self.settings.streak_skips:
             return None
         if scale is None:
-            return Condition(float(value), {"skips_in_a_row": skips}, "skips without a scale")
-        return Condition(float(value), {"skips_in_a_row": skips, "loss_scale": scale})
+            return Condition(float(skips), {"skips_in_a_row": skips}, "skips without a scale")
+        return Condition(float(skips), {"skips_in_a_row": skips, "loss_scale": scale})
 
 
 #: pieces of the window whose medians all have to rise
@@ -439,14 +426,14 @@ _PIECES = 8
 class MemoryGrowth(Rule):
     """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
 
-    kind, reads = "memory_growth", "memory_gib"
+    kind, reads = "memory_growth", metric_names.MEMORY_ALLOCATED
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
         if self.seen <= self.settings.memory_warmup:
             return None
         kept, steps = (self.window(name, self.settings.memory_window) for name in ("memory", "steps"))
         kept.append(value)
-        steps.append(reading.step)
+        steps.append(reading[metric_names.STEP])
         if not _full(kept) or value <= kept[0]:  # in most runs it does not grow, and the check is free
             return None
         levels = _medians(kept, _PIECES)
@@ -454,7 +441,7 @@ class MemoryGrowth(Rule):
         worth = max(self.settings.memory_gib, self.settings.memory_ratio * levels[0])
         if grown < worth or not all(before < after for before, after in pairwise(levels)):
             return None
-        rate = 1000 * grown / (reading.step - int(steps[0]))
+        rate = 1000 * grown / (steps[-1] - steps[0])
         return Condition(value, {"memory_gib": value, "before": levels[0], "gib_per_1000_steps": rate})
 
 
@@ -467,7 +454,8 @@ class ThroughputDrop(Rule):
     best = 0.0
 
     def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
-        self.reads = "samples_per_s" if reading.tokens_per_s is None else "tokens_per_s"
+        known = reading.get(metric_names.TOKENS_PER_S) is not None
+        self.reads = metric_names.TOKENS_PER_S if known else metric_names.SAMPLES_PER_S
         return super().evaluate(reading, under_plan)
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
@@ -480,9 +468,8 @@ class ThroughputDrop(Rule):
         self.best = max(self.best, rate)
         if rate >= self.settings.throughput_ratio * self.best:
             return None
-        return Condition(
-            rate, {self.reads: rate, "before": self.best, "ratio": rate / self.best, "readings": len(rates)}
-        )
+        name, ratio = self.reads.rpartition("/")[2], rate / self.best
+        return Condition(rate, {name: rate, "before": self.best, "ratio": ratio, "readings": len(rates)})
 
 
 #: in the order in which their events are reported

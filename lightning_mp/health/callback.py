@@ -23,7 +23,7 @@ from lightning_mp.compat.lightning import (
     logged_step,
 )
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
-from lightning_mp.health.alerts import Alerts, AlertSettings, Reading
+from lightning_mp.health.alerts import AT_FLOOR, SKIPPED, Alerts, AlertSettings, Reading
 from lightning_mp.health.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.health.measurement import LAG, StepMeasurement, ToHost, Values
 from lightning_mp.health.scale_sources import Number, SkipCount, StockSource, scale_source
@@ -43,8 +43,7 @@ SPIKE: Kind = "grad_norm_spike"
 #: what LightningModules log it under
 _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
 #: what LossScaleMonitor logs too
-_SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS, metric_names.SKIPPED_IN_A_ROW)
-_SKIPPED = "skipped"
+_SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS)
 #: what a written reading holds, in this order
 _ROW = (
     metric_names.LOSS,
@@ -225,7 +224,7 @@ class TrainingHealth(WritesRun):
         run.until_reading = (run.until_reading or self.every_n_steps) - 1
         if step.measures:
             run.measured.after_step()
-            others = {metric_names.LR: run.measured.lr, _SKIPPED: run.count.skipped_last}
+            others = {metric_names.LR: run.measured.lr, SKIPPED: run.count.skipped_last}
             step.logged_step = logged_step(trainer)
             values = {**run.measured.take(run.throughput.take()), **run.count.values(), **others}
             run.to_host.send(values, partial(self._arrived, trainer, step))
@@ -244,8 +243,9 @@ class TrainingHealth(WritesRun):
         log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
         if step.nonfinite is None:
             # skipped for what was finite when it was measured: a hook that came later changed it
-            finite = all(value is not None and math.isfinite(value) for value in (reading.loss, reading.grad_norm))
-            changed = reading.skipped and not step.suppressed and finite
+            measured = (reading.get(name) for name in (metric_names.LOSS, metric_names.GRAD_NORM))
+            finite = all(value is not None and math.isfinite(value) for value in measured)
+            changed = reading[SKIPPED] and not step.suppressed and finite
             step.nonfinite = self._nonfinite(trainer, step, reading, changed=changed)
         step.replayer.forget()
         for event in (*step.nonfinite, *step.spikes, *self._alerts.judge(reading)):
@@ -261,11 +261,11 @@ class TrainingHealth(WritesRun):
         diagnosis = step.replayer.locate(trainer) if locates else Diagnosis()
         event = bad_step(
             diagnosis if diagnosis.batch_idx is not None else replace(diagnosis, batch_idx=step.batch_idx),
-            step=reading.step,
+            step=step.number,
             bad_loss=has_bad_loss(reading),
             ordinary=not alert,
-            severity="warning" if reading.skipped else "error",
-            evidence={"loss_scale": reading.loss_scale, "bad_steps_in_a_row": run.classifier.in_a_row},
+            severity="warning" if reading[SKIPPED] else "error",
+            evidence={"loss_scale": reading[metric_names.LOSS_SCALE], "bad_steps_in_a_row": run.classifier.in_a_row},
             under_plan=self._alerts.under_plan,
         )
         return [event]
@@ -338,20 +338,8 @@ class _Step:
     def reading(self, values: Values, floor: float) -> Reading:
         """The numbers for the alerts; ``floor`` is the lowest loss scale."""
         scale = values[metric_names.LOSS_SCALE]
-        return Reading(
-            step=self.number,
-            loss=values.get(metric_names.LOSS),
-            grad_norm=values.get(metric_names.GRAD_NORM),
-            update_ratio=values.get(metric_names.UPDATE_RATIO),
-            loss_scale=scale,
-            skipped=bool(values.get(_SKIPPED)),
-            skips_in_a_row=int(values[metric_names.SKIPPED_IN_A_ROW] or 0),
-            scale_at_floor=scale is not None and scale <= floor,
-            lr=values.get(metric_names.LR),
-            tokens_per_s=values[metric_names.TOKENS_PER_S],
-            samples_per_s=values[metric_names.SAMPLES_PER_S],
-            memory_gib=values[metric_names.MEMORY_ALLOCATED],
-        )
+        known = {metric_names.STEP: self.number, SKIPPED: bool(values.get(SKIPPED))}
+        return {**values, **known, AT_FLOOR: scale is not None and scale <= floor}
 
 
 class _Run:

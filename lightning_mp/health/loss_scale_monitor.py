@@ -15,7 +15,7 @@ from lightning_mp.record.run_log import IN_MEMORY, RunCallback, StepTracker, is_
 
 
 class LossScaleMonitor(RunCallback):
-    """Logs the loss scale, and skipped steps in total and in a row.
+    """Logs the loss scale, and how many steps were skipped.
 
     It reads the scaler of a MixedPrecisionPlan, of stock Lightning (torch's ``GradScaler``), and of DeepSpeed. ``rows``
     holds the last 1,000 readings: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values

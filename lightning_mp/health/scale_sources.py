@@ -91,7 +91,7 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
 
 
 class SkipCount:
-    """Skipped steps in total and in a row; over a run, and over what it resumed from.
+    """Skipped steps, over a run and over what it resumed from.
 
     ``skipped`` says how many were skipped by now, by default as ``source`` counts. A training batch in which several
     optimizers stepped is skipped where none of them was applied.
@@ -104,7 +104,6 @@ class SkipCount:
         #: skipped steps, those before a resume included where the source kept them
         self.total = _kept(self._skipped())
         self._tried = 0  # in the batch at hand
-        self.in_a_row: Number = 0
         #: whether the last batch that stepped was skipped
         self.skipped_last: Number = 0
 
@@ -124,7 +123,6 @@ class SkipCount:
         now = self._skipped()
         skipped = now - self.total >= tried
         self.skipped_last = skipped.float() if isinstance(skipped, Tensor) else skipped
-        self.in_a_row = (self.in_a_row + tried) * self.skipped_last
         self.total = _kept(now)
 
     def values(self) -> dict[str, Number | None]:
@@ -132,7 +130,6 @@ class SkipCount:
         return {
             metric_names.LOSS_SCALE: None if self._source is None else self._source.scale(),
             metric_names.SKIPPED_STEPS: self.total,
-            metric_names.SKIPPED_IN_A_ROW: self.in_a_row,
         }
 
 

@@ -13,13 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mp import PlanError
-from lightning_mp.health.alerts import RULE_KINDS, Alerts, AlertSettings, Reading
+from lightning_mp.health.alerts import AT_FLOOR, RULE_KINDS, SKIPPED, Alerts, AlertSettings, Reading
+from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event, Kind
+
+NAMES = {
+    "loss": metric_names.LOSS,
+    "memory_gib": metric_names.MEMORY_ALLOCATED,
+    "skipped": SKIPPED,
+    "scale_at_floor": AT_FLOOR,
+}
+
+
+def reading(step: int, **numbers: Any) -> Reading:
+    """Of a step that was applied, unless it says otherwise."""
+    known = {NAMES.get(name, f"health/{name}"): number for name, number in numbers.items()}
+    return {metric_names.STEP: step, SKIPPED: False, AT_FLOOR: False, **known}
 
 
 def rows(**columns: Sequence[Any]) -> list[Reading]:
     return [
-        Reading(step=step, **dict(zip(columns, row, strict=True)))
+        reading(step, **dict(zip(columns, row, strict=True)))
         for step, row in enumerate(zip(*columns.values(), strict=True))
     ]
 
@@ -130,8 +144,8 @@ def learning(count: int, rates: Sequence[float] | None = None) -> list[Reading]:
     """A loss from 4 to 2 with weights that move as far as the rate, of each step or 1e-3, says."""
     draws = zip(noise(count), noise(count, seed=1), noise(count, seed=2), rates or [1e-3] * count, strict=True)
     return [
-        Reading(
-            step=step,
+        reading(
+            step,
             loss=2 + 2 * math.exp(-step / 60) + 0.2 * (loss - 1),
             grad_norm=norm,
             update_ratio=rate * ratio,
@@ -146,7 +160,7 @@ def dead(count: int, first: int = 0, level: float = 2.0, **columns: Any) -> list
     still = {"update_ratio": 0.0, "lr": 1e-3, **columns}
     draws = zip(noise(count, seed=9), noise(count, seed=10), strict=True)
     return [
-        Reading(step=first + step, **{"loss": level + 0.2 * (loss - 1), "grad_norm": norm} | still)
+        reading(first + step, **{"loss": level + 0.2 * (loss - 1), "grad_norm": norm} | still)
         for step, (loss, norm) in enumerate(draws)
     ]
 
@@ -169,7 +183,7 @@ def test_weights_that_stopped_are_found_a_window_later(columns: dict[str, Any], 
 
 
 def timed(seconds: list[float]) -> list[Reading]:
-    return [Reading(step=step, samples_per_s=8 / each) for step, each in enumerate(seconds)]
+    return [reading(step, samples_per_s=8 / each) for step, each in enumerate(seconds)]
 
 
 FAST = noise(200, level=0.01)
@@ -192,16 +206,14 @@ def scaled(
     overflows: str, init: float = 2.0**16, floor: float = 1.0, interval: int = 100, every: int = 1
 ) -> list[Reading]:
     """A torch scaler over steps of which ``x`` overflows, read every so many steps."""
-    readings, scale, clean, row = [], init, 0, 0
+    readings, scale, clean = [], init, 0
     for step, sign in enumerate(overflows):
         bad = sign == "x"
-        row, clean = (row + 1, 0) if bad else (0, clean + 1)
+        clean = 0 if bad else clean + 1
         scale = max(floor, scale / 2) if bad else scale
         if clean == interval:
             scale, clean = scale * 2, 0
-        readings.append(
-            Reading(step=step, loss_scale=scale, skipped=bad, skips_in_a_row=row, scale_at_floor=scale <= floor)
-        )
+        readings.append(reading(step, loss_scale=scale, skipped=bad, scale_at_floor=scale <= floor))
     return readings[every - 1 :: every]
 
 
@@ -281,11 +293,11 @@ def recorded(name: str) -> list[Reading]:
     """A run's readings, whose loss scale stands where it changes."""
     run = RECORDED[name]
     skipped, scales = set(run["skipped"]), dict(run["scale"])
-    found, scale, row = [], None, 0
+    found, scale = [], None
     for step, (loss, norm, ratio) in enumerate(zip(run["loss"], run["grad_norm"], run["update_ratio"], strict=True)):
-        scale, row = scales.get(step, scale), row + 1 if step in skipped else 0
+        scale = scales.get(step, scale)
         numbers = {"loss": loss, "grad_norm": norm, "update_ratio": ratio, "loss_scale": scale}
-        found.append(Reading(step=step, **numbers, skipped=step in skipped, skips_in_a_row=row))
+        found.append(reading(step, **numbers, skipped=step in skipped))
     return found
 
 
@@ -296,14 +308,13 @@ def troubled() -> list[Reading]:
     for step, (loss, norm) in enumerate(columns):
         late, stuck = step >= 300, step >= 650
         readings.append(
-            Reading(
-                step=step,
+            reading(
+                step,
                 loss=9.0 if 600 <= step < 610 else loss,
                 grad_norm=norm * (1000 if step == 280 else 1),
                 update_ratio=0.0,
                 loss_scale=1.0 if stuck else 2.0**16,
                 skipped=stuck,
-                skips_in_a_row=max(0, step - 649),
                 scale_at_floor=stuck,
                 lr=1e-3,
                 samples_per_s=10.0 if late else 100.0,

@@ -73,12 +73,7 @@ KNOWN: tuple[Panel, ...] = (
     Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
     Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped overflows"),
-    Panel(
-        "Skipped steps",
-        "steps",
-        {names.SKIPPED_STEPS: "in total", names.SKIPPED_IN_A_ROW: "in a row"},
-        traits="stepped overflows",
-    ),
+    Panel("Skipped steps", "steps", {names.SKIPPED_STEPS: "in total"}, traits="stepped overflows"),
     Panel("Learning rate", "learning rate", {names.LR: "learning rate"}),
     Panel("Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
     Panel("Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),

@@ -24,7 +24,6 @@ def reading(step: int, shift: float = 0.0) -> dict[str, Any]:
         "health/update_ratio": 0.0 if over else 1e-3 * (1 + step % 5),
         "health/loss_scale": 2.0 ** (20 - skipped),
         "health/skipped_steps": skipped,
-        "health/skipped_in_a_row": 1 if over else 0,
         "health/lr": 1e-3 / step,
         "health/tokens_per_s": 1000.0 + step % 7,
         "health/samples_per_s": 10.0 + step % 7,

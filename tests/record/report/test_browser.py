@@ -18,7 +18,7 @@ LINES = {
     "Gradient norm": {"all parameters": "health/grad_norm"},
     "Parameter norm": {"all parameters": "health/param_norm"},
     "Loss scale": {"loss scale": "health/loss_scale"},
-    "Skipped steps": {"in total": "health/skipped_steps", "in a row": "health/skipped_in_a_row"},
+    "Skipped steps": {"in total": "health/skipped_steps"},
     "Learning rate": {"learning rate": "health/lr"},
     "Tokens per second": {"tokens": "health/tokens_per_s"},
     "Samples per second": {"samples": "health/samples_per_s"},
