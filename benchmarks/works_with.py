@@ -357,7 +357,7 @@ def lightly_train(given: dict[str, Any], folder: Path) -> Outcome:
 class Package:
     """``home`` is imported first, so that a plan meets the copy of Lightning that the package uses.
 
-    ``words``: it takes names of strategies only. ``pins``: what fp16 needs.
+    ``words``: it takes names of strategies only. ``pins``: what half precision needs.
     """
 
     run: Callable[[dict[str, Any], Path], Outcome]
@@ -419,7 +419,7 @@ def check(name: str) -> dict[str, str]:
         return list(losses), [*(value.detach().clone() for value in trained.state_dict().values()), before]
 
     def way(mode: str) -> dict[str, Any]:
-        plan = MixedPrecisionPlan(mode, pins=package.pins if mode == "16-mixed" else None)
+        plan = MixedPrecisionPlan(mode, pins=None if mode == "32-true" else package.pins)
         if not package.words:
             return {"plugins": [plan]}
         register_plan(mode, plan)
