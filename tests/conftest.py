@@ -51,10 +51,11 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_rank() -> Iterator[None]:
-    """A distributed strategy leaves its environment and group to the tests after it: it runs in ``in_a_process``."""
+def _nothing_is_left() -> Iterator[None]:
+    """A strategy's environment and group are left to the tests after it, so it runs in ``in_a_process``; no plan stays."""
     yield
     assert os.environ.pop("RANK", None) is None
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,7 @@ def test_a_half_pin_on_trained_weights_is_refused_there_and_on_frozen_ones_is_no
     plan = _plan("bf16-mixed", pins={"net.0": "bf16"})
     plan.convert_module(_attach(frozen, plan, name))
     assert frozen.net[0].weight.dtype == torch.bfloat16
+    plan.teardown()
 
 
 def test_optimizers_that_evaluate_the_closure_are_refused() -> None:
@@ -161,6 +162,7 @@ def test_optimizers_that_evaluate_the_closure_are_refused() -> None:
     strategy: Any = module.trainer.strategy
     with pytest.raises(PlanError, match="LBFGS, which evaluates its closure again, with ZeRO"):
         strategy._setup_model_and_optimizer(module, torch.optim.LBFGS(module.parameters()))
+    plan.teardown()
 
 
 def test_a_schedule_in_the_json_beside_one_in_the_module_is_refused() -> None:

@@ -189,6 +189,8 @@ def _faults(kind: Any, options: dict[str, Any], precision: str = "bf16-mixed", *
         plan.convert_module(module)
     except PlanError as error:
         return error.faults
+    finally:
+        plan.teardown()
     return ()
 
 
