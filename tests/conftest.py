@@ -52,7 +52,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """A strategy's environment and group are left to the tests after it, so it runs in ``in_a_process``; no plan stays."""
+    """No plan, and no environment or group of a distributed strategy, which runs in ``in_a_process`` therefore."""
     yield
     assert os.environ.pop("RANK", None) is None
     assert torch.backends.mha.get_fastpath_enabled()
