@@ -44,13 +44,10 @@ class AuditRow:
     optimizer_state: str | None
     ok: bool
     differences: tuple[Difference, ...] = ()
-    #: ranks on which it differs, where that is not all of them
-    ranks: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values."""
-        values = asdict(self)
-        return {**values, "differences": list(values["differences"]), "ranks": list(self.ranks)}
+        return asdict(self) | {"differences": [asdict(difference) for difference in self.differences]}
 
     @property
     def starred(self) -> bool:
@@ -59,10 +56,8 @@ class AuditRow:
 
     def cells(self) -> list[str]:
         """The columns of a table next to the module's name."""
-        # torch's lists decide, where fp32 weights are declared to be computed with in half precision
-        by_lists = " (autocast)" if self.starred and self.compute == "fp32" == self.param else ""
-        notes = {"declared": by_lists, "compute": "*" if self.starred else ""}
-        return [(getattr(self, column) or "-") + notes.get(column, "") for column in _COLUMNS]
+        shown = {column: getattr(self, column) or "-" for column in _COLUMNS}
+        return [*(shown | {"compute": f"{shown['compute']}{'*' * self.starred}"}).values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +143,14 @@ class AuditReport:
         """Those of modules that differ in the same way are one."""
         faults, groups = Faults("PrecisionAudit"), defaultdict[Any, list[str]](list)
         for row in self.rows:
-            groups[row.differences, row.ranks].append(_shown(row.module))
-        for (differences_, ranks), modules in groups.items():
+            groups[row.differences].append(_shown(row.module))
+        for differences_, modules in groups.items():
             names = modules if len(modules) <= _NAMES else [label for label, _ in grouped(dict.fromkeys(modules))]
             more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
             named = ", ".join(names[:_NAMES] + more) + (f" ({len(modules)} modules)" if len(names) > 1 else "")
-            where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
             for difference in differences_:
                 faults.add(
-                    f"{named} {_WITH[difference.what]} {difference.found}{where}",
+                    f"{named} {_WITH[difference.what]} {difference.found}",
                     allowed=f"{difference.declared}, as {self.declared_by} declares. Likely cause: {difference.reason}",
                     fix=difference.fix,
                 )
@@ -166,12 +160,7 @@ class AuditReport:
         return self.to_text()
 
 
-_WITH = {
-    "param": "with parameters stored in",
-    "compute": "computed in",
-    "reduce": "with gradients summed across ranks in",
-    "optimizer_state": "with optimizer state in",
-}
+_WITH = {"param": "with parameters stored in", "compute": "computed in"}
 #: names that are written out
 _NAMES = 12
 #: the number of a layer; one at the end is left alone: what a ``Sequential`` holds need not be alike
@@ -200,8 +189,7 @@ def build(
     rows: list[AuditRow] = []
     for name, first in ranks[0].items():
         seen = [rank[name] for rank in ranks if name in rank]
-        by_rank = [tuple(differences(name, observed, declaration)) for observed in seen]
-        wrong = tuple(rank for rank, different in enumerate(by_rank) if different)
+        wrong = tuple(dict.fromkeys(chain.from_iterable(differences(name, each, declaration) for each in seen)))
         if not first.param and not wrong:
             continue
         every = Observed(first.class_name)
@@ -214,8 +202,7 @@ def build(
             compute=joined(computed(every)),
             optimizer_state=joined(every.state),
             ok=not wrong,
-            differences=tuple(dict.fromkeys(chain(*by_rank))),
-            ranks=wrong if len(wrong) < len(ranks) else (),
+            differences=wrong,
         )
         rows.append(row)
     hidden = sum(observed.hidden and bool(observed.param) for observed in ranks[0].values())
