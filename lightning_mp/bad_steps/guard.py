@@ -20,8 +20,7 @@ from lightning_mp.plan.acting import ActingCallback
 from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Verdict, applied_none
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.skip_aware import Override, hold_on_skips
-from lightning_mp.record.events import Event
-from lightning_mp.record.run_log import RunDir, StepTracker, WritesRun, is_fresh
+from lightning_mp.record.run_log import RunDir, RunLog, StepTracker, WritesRun, is_fresh
 
 OnTrip = Literal["skip", "raise", "rewind"]
 _NAME = "NonFiniteGuard"
@@ -36,7 +35,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     :class:`~lightning_mp.MixedPrecisionPlan`. A skipped step changes nothing: no weight, no decay, no optimizer state;
     step-interval schedulers and weight averages do not advance. The bad batch is run again once, under hooks, and an
     event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
-    the batch; ``events`` holds what ``events.jsonl`` holds. The batch, and the state of the random number generators
+    the batch; ``events`` holds the last 1,000. The batch, and the state of the random number generators
     before its forward, are saved in the same folder, for at most 10 steps a run; see :func:`replay_saved`. Until a step
     is over, its micro-batches stay in memory. A normal step costs one pass over the gradients and
     one device sync.
@@ -65,7 +64,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             faults.one_of("on_trip", on_trip, get_args(OnTrip), "use on_trip='skip'")
             faults.whole("max_consecutive", max_consecutive, 0, "use max_consecutive=100")
         self.on_trip, self.max_consecutive, self.run_dir = on_trip, max_consecutive, run_dir
-        self.events: list[Event] = []
+        self._log = RunLog(_NAME)
         #: whether the last optimizer step was skipped
         self.step_skipped = False
         #: how many optimizer steps were skipped, a scaler's own skips included, and how many were not
@@ -96,11 +95,10 @@ class NonFiniteGuard(ActingCallback, WritesRun):
                 what = f"{type(optimizer).__name__} moves weights between two evaluations of its closure"
                 faults.add(f"{what}, so that its step cannot be skipped", fix="use AdamW or SGD")
         if is_fresh(trainer):
-            self.events, self.step_skipped = [], False
+            self.step_skipped = False
             self.skipped_steps = self.applied_steps = self._in_a_row = 0
         budget = f"{_NAME}(on_trip=..., max_consecutive=...)"
-        bad_steps = BadSteps(trainer, self.run_dir, _NAME, rewinds=self.on_trip == "rewind", budget=budget)
-        bad_steps.events = self.events
+        bad_steps = BadSteps(trainer, self.run_dir, self._log, rewinds=self.on_trip == "rewind", budget=budget)
         self._run = _Run(trainer, pl_module, bad_steps, self)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,7 +152,6 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             run.bad_steps.explain(
                 action=self.on_trip,
                 in_a_row=self._in_a_row,
-                allowed=allowed,
                 scale=run.scale,
                 scale_warmup=scale_warmup,
                 verdict=verdict if self._in_a_row > allowed and not scale_warmup else None,

@@ -34,7 +34,7 @@ from lightning_mp.plan.side_run import loss_of, step_output
 from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event, Severity
 from lightning_mp.record.run_folder import BATCH_FILES, BATCHES
-from lightning_mp.record.run_log import RunDir, WritesRun, callbacks_of, end_run, open_folder
+from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, callbacks_of
 
 #: steps of a run whose batches are saved: the first ones say most
 MAX_STEPS = 10
@@ -82,20 +82,20 @@ def bad_step(
 class BadSteps:
     """The non-finite steps of one run: they are explained, saved and rewound. Every rank makes the same calls.
 
-    ``writer`` is who writes, for people; ``saves`` whether bad batches are saved, in
+    ``log`` takes the events; ``saves`` says whether bad batches are saved, in
     ``<run folder>/nonfinite/step_000017_rank1.pt``, of at most ``MAX_STEPS`` steps a run; ``rewinds`` whether a
     checkpoint may have to be loaded; ``budget`` is, without a plan, the argument that says how many skips are allowed.
 
     Raises:
-        PlanError: another run, or a second ``writer`` of this one, is writing to the folder.
+        PlanError: another run, or a second writer of this name, is writing to the folder.
     """
 
     def __init__(
-        self, trainer: Trainer, run_dir: RunDir, writer: str, *, rewinds: bool, saves: bool = True, budget: str = ""
+        self, trainer: Trainer, run_dir: RunDir, log: RunLog, *, rewinds: bool, saves: bool = True, budget: str = ""
     ) -> None:
-        self._trainer, self._writer, self._rewinds, self._budget = trainer, writer, rewinds, budget
-        self.events: list[Event] = []
-        self._folder = folder = open_folder(trainer, run_dir, writer)
+        self._trainer, self._log, self._rewinds, self._budget = trainer, log, rewinds, budget
+        log.open(trainer, run_dir)
+        folder = log.folder
         before = [] if folder is None else list((folder.path / BATCHES).glob(BATCH_FILES))
         left = MAX_STEPS - len({path.name.rpartition("_")[0] for path in before}) if saves else 0
         # The first rank knows the folder; all have to agree on what will be written.
@@ -117,7 +117,6 @@ class BadSteps:
         *,
         action: str,
         in_a_row: int,
-        allowed: int,
         scale: float | None,
         scale_warmup: bool,
         verdict: Verdict | None,
@@ -143,7 +142,7 @@ class BadSteps:
             ordinary=ordinary,
             severity="warning" if verdict is None else "error",
             action=action if verdict is None else "raise",
-            evidence={"skips_in_a_row": in_a_row, "allowed": allowed, "loss_scale": scale},
+            evidence={"skips_in_a_row": in_a_row, "loss_scale": scale},
             under_plan=not self._budget,
         )
         if not ordinary:
@@ -151,10 +150,7 @@ class BadSteps:
                 name = _file_name(self._step, "*" if diagnosis.rank is None else diagnosis.rank)
                 event = replace(event, advice=f"{event.advice}; its batch is in {BATCHES}/{name}")
             self._save(self.replayer.kept(diagnosis.batch_idx), event)
-        self.events.append(event)
-        if self._folder is not None:
-            self._folder.event(event)
-        rank_zero_info(f"{self._writer}: {event}")
+        self._log.event(self._trainer, event)
         if event.action == "rewind" and not self._rewound():
             verdict = _NO_CHECKPOINT
         if verdict is not None:
@@ -164,9 +160,7 @@ class BadSteps:
     def close(self, error: BaseException | None = None) -> None:
         """The run is over, or has failed."""
         self.replayer.forget()
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            end_run(folder, self._trainer, self._writer, error)
+        self._log.close(self._trainer, error)
 
     def _save(self, kept: KeptBatch | None, event: Event) -> None:
         """Write a batch on the rank that had it, on every rank if that is not known: a dict.
@@ -226,7 +220,7 @@ class BadSteps:
             if trainer.world_size > 1:
                 max_over_ranks_(flag)
             if not flag.item():
-                rank_zero_info(f"{self._writer}: loaded {path}, and continues after the batch of step {self._step}")
+                rank_zero_info(f"{self._log.writer}: loaded {path}, and continues after the batch of step {self._step}")
                 return True
         return False
 
@@ -292,16 +286,12 @@ class BadStepCallback(WritesRun):
         self._plan, self._trainer, rule = plan, trainer, plan.policy.nonfinite
         self.rule, self.run_dir, self.writes_every_event = rule, rule.run_dir, rule.save_batch
         self._rewinds = rule.on_budget == "rewind"
+        self._log = RunLog("MixedPrecisionPlan")
         self._bad: BadSteps | None = None
         self._verdicts: list[Verdict] = []
         self._attempts = self._skips = 0
         if self._rewinds:
             check_rewind(trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
-
-    @property
-    def skipped_steps(self) -> int:
-        """The plan's count."""
-        return self._plan.skipped_steps
 
     def insert(self) -> None:
         """Become the Trainer's first callback."""
@@ -324,8 +314,8 @@ class BadStepCallback(WritesRun):
         Raises:
             PlanError: another run is writing to the folder.
         """
-        saves, writer = self.rule.save_batch, "MixedPrecisionPlan"
-        self._bad = BadSteps(trainer, self.run_dir, writer, saves=saves, rewinds=self._rewinds)
+        saves = self.rule.save_batch
+        self._bad = BadSteps(trainer, self.run_dir, self._log, saves=saves, rewinds=self._rewinds)
         assert self._plan.engine is not None, "a fit runs under an engine"
         self._plan.engine.report = self._verdicts.append
         self._skips = self._plan.skipped_steps if saves else 0
@@ -359,7 +349,6 @@ class BadStepCallback(WritesRun):
             bad.explain(
                 action="rewind" if rewinds else "skip",
                 in_a_row=max(streak, 1),
-                allowed=0 if self.rule.action == "raise" else self.rule.max_consecutive,
                 scale=engine.loss_scale,
                 scale_warmup=verdict is None and streak == 0,
                 verdict=None if rewinds else verdict,

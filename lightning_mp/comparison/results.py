@@ -436,7 +436,7 @@ def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
         halves = [None if y is None else band[step - 1] for step, y in zip(line["x"], line["y"], strict=True)]
         line["band"] = halves if any(halves) else []
     margin = comparison.differences[0].margin
-    return {**chart, "latest": f"dashed: ±{margin:.2g}, the same", "rules": [-margin, 0.0, margin]}
+    return {**chart, "note": f"dashed: ±{margin:.2g}, the same", "rules": [-margin, 0.0, margin]}
 
 
 def _bars(spreads: Iterable[Spread | None], form: Callable[[float], str] = number) -> list[tuple[float, str]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from torch.optim import Optimizer
 
 from lightning_mp.bad_steps.guard import NonFiniteGuard, suppress_step
-from lightning_mp.bad_steps.handler import BadStepCallback, NonFiniteClassifier, bad_step, has_bad_loss
+from lightning_mp.bad_steps.handler import NonFiniteClassifier, bad_step, has_bad_loss
 from lightning_mp.bad_steps.replay import Replayer
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
@@ -132,11 +132,6 @@ class TrainingHealth(WritesRun):
         """The last 1,000 readings, as written; ``metrics.jsonl`` has all."""
         return list(self._log.rows)
 
-    @property
-    def events(self) -> list[Event]:
-        """The last 1,000 events, as written; ``events.jsonl`` has all."""
-        return list(self._log.events)
-
     # ------------------------------------------------------------------ the run
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,7 +147,6 @@ class TrainingHealth(WritesRun):
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
         self._run = _Run(trainer, pl_module, self)  # what it has installed is removed where the folder is refused
         self._log.open(trainer, self.run_dir)
-        self._run.throughput.start(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._active.throughput.pauses()
@@ -301,7 +295,7 @@ class TrainingHealth(WritesRun):
             if isinstance(error, NonFiniteError) and run.guard is None:
                 self._log.event(trainer, _raised(error, run))
         self._close()
-        self._log.close(trainer, report=self.report, error=error)
+        self._log.close(trainer, error, report=self.report)
 
     def _close(self) -> None:
         run, self._run = self._run, None
@@ -348,8 +342,8 @@ class _Run:
     def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
         self.measured = StepMeasurement(trainer, module)
         device, callbacks = trainer.strategy.root_device, callbacks_of(trainer)
-        self.throughput = Throughput(health.tokens, health.samples, health.peak_flops)
-        writers = (callback for callback in callbacks if isinstance(callback, NonFiniteGuard | BadStepCallback))
+        self.throughput = Throughput(trainer, health.tokens, health.samples, health.peak_flops)
+        writers = (callback for callback in callbacks if isinstance(callback, WritesRun))
         #: what writes the events of bad steps itself
         self.guard = next((writer for writer in writers if writer.writes_every_event), None)
         #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
@@ -385,7 +379,7 @@ class _Run:
 
     def _skipped(self) -> Number:
         skipped = 0 if self.source is None else self.source.skipped()
-        return self.suppressed + (skipped if self.guard is None else self.guard.skipped_steps)
+        return self.suppressed + (self.guard.skipped_steps if isinstance(self.guard, NonFiniteGuard) else skipped)
 
 
 def _raised(error: NonFiniteError, run: _Run) -> Event:

@@ -36,7 +36,7 @@ class Throughput:
     tokens.
     """
 
-    def __init__(self, tokens: Count | None, samples: Count | None, peak_flops: float | None) -> None:
+    def __init__(self, trainer: Trainer, tokens: Count | None, samples: Count | None, peak_flops: float | None) -> None:
         self._tokens, self._samples = tokens, samples
         self._counter: CountFlops | None = None
         self._uninstall: Callable[[], object] = lambda: None
@@ -46,13 +46,9 @@ class Throughput:
         self._done = dict(_NOTHING)
         self._batch: tuple[Any, Any] = (None, None)
         #: the peak FLOP/s of this rank's device
-        self.peak = peak_flops
-
-    def start(self, trainer: Trainer) -> None:
-        """Look the device's peak up, if none was given."""
-        known, dtype = describe(trainer.strategy.root_device), _compute_dtype(trainer)
-        if self.peak is None and dtype is not None:
-            self.peak = hardware.peak(known, dtype)
+        self.peak, dtype = peak_flops, _compute_dtype(trainer)
+        if peak_flops is None and dtype is not None:
+            self.peak = hardware.peak(describe(trainer.strategy.root_device), dtype)
 
     def pauses(self) -> None:
         """Time before the next batch (starting workers, validation) does not count."""

@@ -26,8 +26,8 @@ from lightning_mp.precision_audit.observer import (
     unseen,
 )
 from lightning_mp.precision_audit.report import AuditReport, AuditRow, build
-from lightning_mp.record.run_folder import AUDIT, AUDIT_TABLE, RunFolder
-from lightning_mp.record.run_log import RunDir, WritesRun, callbacks_of, end_run, open_folder
+from lightning_mp.record.run_folder import AUDIT, AUDIT_TABLE
+from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, callbacks_of
 
 __all__ = ["AuditReport", "AuditRow", "PrecisionAudit", "audit"]
 
@@ -105,7 +105,7 @@ class PrecisionAudit(WritesRun):
         PlanError: an invalid argument; while training under ``on_mismatch="raise"``, every difference.
     """
 
-    _of_run = ("_watch", "_folder")
+    _of_run = ("_watch",)
 
     def __init__(self, steps: int = 1, on_mismatch: Literal["warn", "raise"] = "warn", run_dir: RunDir = None) -> None:
         with Faults(_NAME) as faults:
@@ -115,7 +115,7 @@ class PrecisionAudit(WritesRun):
         self.report: AuditReport | None = None
         #: what was observed, for ``lightning_mp.audit(trainer)``
         self.record: dict[str, Observed] | None = None
-        self._folder: RunFolder | None = None
+        self._log = RunLog(_NAME)
         self._watch: Watch | None = None
         self._began = 0
 
@@ -136,7 +136,7 @@ class PrecisionAudit(WritesRun):
         Raises:
             PlanError: another run or PrecisionAudit writes there already.
         """
-        self._folder = open_folder(trainer, self.run_dir, _NAME)
+        self._log.open(trainer, self.run_dir)
 
     def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
         """Report on a step that failed, and remove every hook."""
@@ -146,9 +146,8 @@ class PrecisionAudit(WritesRun):
                 if error is not None:
                     self._conclude(trainer, self._watch, failed=True)
         finally:
-            if self._folder is not None:
-                end_run(self._folder, trainer, _NAME, error)
-            self._watch = self._folder = None
+            self._log.close(trainer, error)
+            self._watch = None
 
     # ------------------------------------------------------------------ the audited steps
 
@@ -194,9 +193,9 @@ class PrecisionAudit(WritesRun):
         where = f"{steps}, {trainer.strategy.root_device.type}, {type(trainer.strategy).__name__}"
         ranks = [watch.seen] if failed else from_all_ranks(watch.seen)  # the others may not have failed
         report = self.report = build(by_trainer(trainer, modules), ranks, where=where)
-        if self._folder is not None:
-            self._folder.write(AUDIT, report.to_dict())
-            self._folder.text(AUDIT_TABLE, report.to_markdown())
+        if (folder := self._log.folder) is not None:
+            folder.write(AUDIT, report.to_dict())
+            folder.text(AUDIT_TABLE, report.to_markdown())
         if not failed:
             width = max(_LEAST_WIDTH, get_terminal_size((_WIDTH, 0)).columns)
             rank_zero_info(f"{_NAME}: {report.to_text(width)}")

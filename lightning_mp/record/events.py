@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_mp.errors import number
@@ -53,12 +53,6 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Event:
-        """The event that ``to_dict`` wrote; unknown keys are ignored."""
-        known = {item.name for item in fields(cls)}
-        return cls(**{key: value for key, value in values.items() if key in known})
 
     def __str__(self) -> str:
         places = [f"rank {self.rank}"] if self.rank is not None else []

@@ -160,12 +160,8 @@ class RunFolder:
                 _LOGGER.warning("%s cannot be written (%s); training goes on, with gaps in the files", self.path, error)
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
-        line = (to_json(values) + "\n").encode()
-        with self._warns_once(), (self.path / name).open("ab", buffering=0) as file:
-            end = file.tell()
-            if file.write(line) != len(line):  # the disk is full: all of a line is written, or nothing
-                file.truncate(end)
-                raise OSError(f"no space for all of a line in {name}")
+        with self._warns_once(), (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(to_json(values) + "\n")
 
 
 def atomic_write(target: Path, text: str) -> None:

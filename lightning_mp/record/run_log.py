@@ -12,7 +12,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -39,7 +38,7 @@ from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event
 from lightning_mp.record.run_folder import RUN, InUseError, RunFolder, is_ours, made_again
 
-#: for alerts: as a Python warning each would begin with a file and a line of this package
+#: for alerts: a Python warning would begin with a file and a line of this package
 _LOGGER = logging.getLogger("lightning_mp")
 RunDir = str | os.PathLike[str] | None
 #: the name of a run's own folder, and the key under which a checkpoint names it
@@ -51,21 +50,6 @@ _PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deep
 IN_MEMORY = 1000
 #: how many events of a kind there were, as a metric
 EVENT_COUNT = "health/events"
-
-
-def show_alert(writer: str, event: Event) -> None:
-    """On a terminal a panel, yellow or red: what, why, what to do; elsewhere, or where logging is set up, one line."""
-    if not sys.stderr.isatty() or _LOGGER.hasHandlers():
-        _LOGGER.warning("%s: %s", writer, event)
-        return
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    lines = {"what": str(replace(event, cause="", advice="")), "why": event.cause, "do": event.advice}
-    text = Text("\n").join(Text.assemble((f"{name:5}", "bold"), said) for name, said in lines.items() if said)
-    colour, title = "red" if event.severity == "error" else "yellow", f"{writer}: {event.severity}"
-    Console(stderr=True).print(Panel(text, title=title, border_style=colour, title_align="left"))
 
 
 def is_fresh(trainer: Trainer) -> bool:
@@ -212,38 +196,12 @@ class StepTracker:
         return tried
 
 
-class WritesRun(RunCallback):
-    """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there.
-
-    With a ``run_dir`` of the user's nothing is noted, nor looked up: the next run gets its own again, or is given one.
-    """
-
-    run_dir: RunDir = None
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer in _paths:
-            checkpoint[FALLBACK] = _paths[trainer]
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if FALLBACK in checkpoint and self.run_dir is None:
-            _paths[trainer] = checkpoint[FALLBACK]
-
-
-def end_run(folder: RunFolder, trainer: Trainer, writer: str, error: BaseException | None = None) -> None:
-    """``writer`` is done with the run, which has ended or failed."""
-    if error is not None or not (folder.failed or trainer.interrupted):
-        write_run(folder, trainer, "finished" if error is None else "failed", error)
-    folder.failed = folder.failed or error is not None
-    folder.close(writer)
-
-
 def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseException | None = None) -> None:
     """Write ``run.json``: the status of the run, its machine, versions, strategy and plan.
 
     ``status`` is ``"running"``, ``"finished"`` or ``"failed"``.
     """
     plugin = trainer.precision_plugin
-    told = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
     values: dict[str, Any] = {
         "status": status,
         "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -253,10 +211,7 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "plan": plugin.policy.to_dict() if isinstance(plugin, PlanBase) else None,
-        "trainer": {name: getattr(trainer, name) for name in told},
     }
-    if isinstance(plugin, PlanBase) and plugin.fp8_layers:
-        values["fp8_layers"] = [asdict(layer) for layer in plugin.fp8_layers]
     folder.write(RUN, values)
 
 
@@ -292,8 +247,9 @@ class RunLog:
     """What one callback writes to the run's folder (on rank 0); the last 1,000 are in memory on every rank."""
 
     def __init__(self, writer: str) -> None:
-        self._writer = writer
-        self._folder: RunFolder | None = None
+        self.writer = writer
+        #: between ``open`` and ``close``
+        self.folder: RunFolder | None = None
         self._counts: Counter[str] = Counter()
         #: the last of what was written: files hold all of it, memory does not grow with the run
         self.rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
@@ -305,7 +261,7 @@ class RunLog:
         Raises:
             PlanError: another run or callback writes there already; on every rank.
         """
-        self._folder = open_folder(trainer, run_dir, self._writer)
+        self.folder = open_folder(trainer, run_dir, self.writer)
         if is_fresh(trainer):
             self.rows.clear()
             self.events.clear()
@@ -316,27 +272,30 @@ class RunLog:
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write a reading."""
         self.rows.append({metric_names.STEP: step, **values})
-        if self._folder is not None:
-            self._folder.metrics(step, values)
+        if self.folder is not None:
+            self.folder.metrics(step, values)
 
     def event(self, trainer: Trainer, event: Event) -> None:
         """Write an event, and print it."""
         self.events.append(event)
         self._counts[event.kind] += 1
-        if self._folder is not None:
-            self._folder.event(event)
+        if self.folder is not None:
+            self.folder.event(event)
         log(trainer, {f"{EVENT_COUNT}/{event.kind}": float(self._counts[event.kind])}, logged_step(trainer))
         if event.is_alert and trainer.is_global_zero:
-            show_alert(self._writer, event)
+            _LOGGER.warning("%s: %s", self.writer, event)
         else:
-            rank_zero_info(f"{self._writer}: {event}")
+            rank_zero_info(f"{self.writer}: {event}")
 
-    def close(self, trainer: Trainer, *, report: bool, error: BaseException | None = None) -> None:
+    def close(self, trainer: Trainer, error: BaseException | None = None, *, report: bool = False) -> None:
         """Write how the run ended, and its report."""
-        folder, self._folder = self._folder, None
+        folder, self.folder = self.folder, None
         if folder is None:
             return
-        end_run(folder, trainer, self._writer, error)
+        if error is not None or not (folder.failed or trainer.interrupted):
+            write_run(folder, trainer, "finished" if error is None else "failed", error)
+        folder.failed = folder.failed or error is not None
+        folder.close(self.writer)
         if report:
             try:
                 from lightning_mp.record.report import write_report
@@ -346,4 +305,29 @@ class RunLog:
                 rank_zero_info(f"no report on {folder.path}: {failure}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_folder": None}
+        return {**self.__dict__, "folder": None}
+
+
+class WritesRun(RunCallback):
+    """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there.
+
+    With a ``run_dir`` of the user's nothing is noted, nor looked up: the next run gets its own again, or is given one.
+    """
+
+    run_dir: RunDir = None
+    #: whether every non-finite step has an event of it
+    writes_every_event = False
+    _log: RunLog
+
+    @property
+    def events(self) -> list[Event]:
+        """The last 1,000 events, as written; ``events.jsonl`` has all."""
+        return list(self._log.events)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer in _paths:
+            checkpoint[FALLBACK] = _paths[trainer]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if FALLBACK in checkpoint and self.run_dir is None:
+            _paths[trainer] = checkpoint[FALLBACK]

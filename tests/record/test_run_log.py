@@ -1,5 +1,4 @@
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp import MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
-from lightning_mp.record.events import Event
 from lightning_mp.record.run_folder import RunFolder
-from lightning_mp.record.run_log import open_folder, show_alert
+from lightning_mp.record.run_log import open_folder
 from support.models import Regression, batches
 from support.ranks import in_a_process
 from support.running import fit
-from support.terminal import Terminal
 
 QUIET: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 #: what a user may have called a file of their own
@@ -89,23 +86,6 @@ def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
     with pytest.raises(PlanError, match="is not a local folder"):
         fit(Regression(), callbacks=[Writes("s3://bucket/run")], max_steps=2)
     assert not [*in_folder.glob("s3:*"), *in_folder.glob("memory:*")]
-
-
-ALERT = Event(step=5, kind="scale_collapse", severity="error", cause="an overflow", advice="pin the head")
-
-
-def test_an_alert_is_a_panel_on_a_terminal_and_a_line_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    show_alert("TrainingHealth", ALERT)
-    assert f"TrainingHealth: {ALERT}" in caplog.text
-    monkeypatch.setattr(logging.getLogger("lightning_mp"), "hasHandlers", lambda: False)  # pytest has its own
-    with Terminal(80) as terminal:
-        show_alert("TrainingHealth", ALERT)
-    lines = [line.strip("│ ").rstrip() for line in terminal.text.splitlines()]
-    assert lines[0].startswith("╭─ TrainingHealth: error ─")
-    assert lines[1:4] == ["what step 5: scale collapse", "why  an overflow", "do   pin the head"]
-    assert {len(line) for line in terminal.text.splitlines()} == {80}
 
 
 def test_a_second_fit_of_a_trainer_goes_on_and_another_trainer_starts_over(tmp_path: Path) -> None:
@@ -234,7 +214,6 @@ def test_run_json_says_what_ran_and_on_what(tmp_path: Path) -> None:
     assert run["plan"] == plan.policy.to_dict()
     assert run["versions"]["torch"] == torch.__version__
     assert run["machine"]["processes"] == 1
-    assert run["trainer"]["max_steps"] == 1
 
 
 @pytest.mark.parametrize("watches", [TrainingHealth, PrecisionAudit, NonFiniteGuard])

@@ -1,6 +1,5 @@
 """The charts of a report, whose readings and marks the page's script draws."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -12,7 +11,6 @@ from markupsafe import escape
 
 from lightning_mp.errors import number
 from lightning_mp.record import metric_names as names
-from lightning_mp.record.events import SEVERITIES
 from lightning_mp.record.report.load import Run, Series
 
 #: points a series may have, about two for every pixel of a wide chart; alerts marked on a chart
@@ -22,13 +20,6 @@ Scale = Literal["linear", "log", "log2", "share"]
 # Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 NOTHING = "-"
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def power_of_two(value: float) -> str:
-    """``2¹⁶`` for a power of two, which a loss scale nearly always is."""
-    mantissa, exponent = math.frexp(value)
-    return f"2{str(exponent - 1).translate(_RAISED)}" if mantissa == 0.5 else number(value)
 
 
 def plain(value: Any) -> str:
@@ -57,7 +48,7 @@ class Panel:
     """A chart over steps; ``lines`` has the label of each reading, ``unit`` is the vertical axis's title.
 
     Of the ``traits``, ``stepped`` holds a value until the next reading; ``from-zero`` keeps the axis honest about
-    differences; ``overflows`` marks ordinary overflows too.
+    differences.
     """
 
     title: str
@@ -70,10 +61,9 @@ class Panel:
 KNOWN: tuple[Panel, ...] = (
     Panel("Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
     Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log"),
-    Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
-    Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped overflows"),
-    Panel("Skipped steps", "steps", {names.SKIPPED_STEPS: "in total"}, traits="stepped overflows"),
+    Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped"),
+    Panel("Skipped steps", "steps", {names.SKIPPED_STEPS: "in total"}, traits="stepped"),
     Panel("Learning rate", "learning rate", {names.LR: "learning rate"}),
     Panel("Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),
     Panel("Samples per second", "samples / s", {names.SAMPLES_PER_S: "samples"}, traits="from-zero"),
@@ -126,26 +116,17 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         look = {"run": place, "colour": f"run-{style}", "dash": dash(style), "name": str(escape(name))}
         lines.append({**look, "x": drawn.steps, "y": drawn.values})
     about = {"key": panel.title, "title": panel.title, "unit": panel.unit, "scale": scale}
-    latest = "" if many else _latest(scale, recorded[0][3].values[-1])
-    marks = [mark for place, run in enumerate(runs) for mark in _marks(panel, run, place, many)]
-    return {**about, "traits": panel.traits.split(), "latest": latest, "lines": lines, "marks": marks}
+    marks = [mark for place, run in enumerate(runs) for mark in _marks(run, place, many)]
+    return {**about, "traits": panel.traits.split(), "lines": lines, "marks": marks}
 
 
-def _latest(scale: Scale, value: float | None) -> str:
-    if value is None:
-        return "last reading not finite"
-    if scale == "share":
-        return f"last {value:.1%}"
-    return f"last {power_of_two(value) if scale == 'log2' else number(value)}"
-
-
-def _marks(panel: Panel, run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
-    """Alerts, the errors first; ordinary overflows only where they belong."""
+def _marks(run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
+    """Alerts, the errors first."""
     left = MAX_MARKS
-    for severity in reversed(SEVERITIES):
-        events = [event for event in run.events if event.severity == severity][:left]
+    for severity in ("error", "warning"):
+        events = [event for event in run.alerts if event.severity == severity][:left]
         left -= len(events)
-        if events and (severity != "info" or "overflows" in panel.traits):
+        if events:
             texts = [shorten(f"{run.name}, {event}" if many else str(event), 160, placeholder="…") for event in events]
             yield {
                 "run": place,

@@ -74,7 +74,7 @@ def load(path: Path, name: str) -> Run:
             run.series.setdefault(reading, Series()).add(step, value)
     if not run.series:
         run.faults.append(f"{METRICS} holds no reading yet" if (path / METRICS).exists() else f"{METRICS} is missing")
-    run.events = [Event.from_dict(row) for row in _lines(run, EVENTS)]
+    run.events = [Event(**row) for row in _lines(run, EVENTS)]
     run.about = _document(run, RUN)
     run.audit = _document(run, AUDIT).get("rows")
     return run

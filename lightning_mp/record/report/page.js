@@ -11,7 +11,7 @@
   let zoom = null;
   // Up to so many readings have a dot each, and up to so many marks their full size.
   const FEW = 40, TICKS = 7;
-  const SYMBOLS = { error: "triangle-down", warning: "diamond", info: "circle-open" };
+  const SYMBOLS = { error: "triangle-down", warning: "diamond" };
   const HOVER = { share: "%{y:.1%}", linear: "%{y:.5~g}", log: "%{y:.4~g}", log2: "%{y:,.6~g}" };
 
   // Symbols at a height of the plot, 0 to 1; smaller where there are many.
@@ -44,12 +44,11 @@
     };
   }
 
-  // Alerts are lines from top to bottom with a symbol a severity; a notice is the symbol alone.
+  // Alerts are lines from top to bottom with a symbol a severity.
   function marks({ x, text, severity, ...meta }) {
-    const notice = severity === "info", role = severity;
-    const drawn = { ...symbols(x, 1, SYMBOLS[severity], notice ? 7 : 10, text, { ...meta, role }), name: severity };
+    const role = severity, drawn = { ...symbols(x, 1, SYMBOLS[severity], 10, text, { ...meta, role }), name: severity };
     const line = { mode: "lines", line: { width: 1, dash: "dot" }, hoverinfo: "skip", yaxis: "y2", meta: { ...meta, role } };
-    return notice ? [drawn] : [{ ...line, x: x.flatMap((step) => [step, step, null]), y: x.flatMap(() => [0, 1, null]) }, drawn];
+    return [{ ...line, x: x.flatMap((step) => [step, step, null]), y: x.flatMap(() => [0, 1, null]) }, drawn];
   }
 
   // Ticks at powers of two, about seven of them, none beyond a double's range.
@@ -174,7 +173,7 @@
     const made = document.createElement("figure");
     made.className = "chart";
     made.id = `chart-${chart.key}`;
-    made.innerHTML = '<figcaption><h2></h2><button type="button" class="kind" hidden></button><span class="latest"></span></figcaption><div class="keys"></div><div class="plot"></div>';
+    made.innerHTML = '<figcaption><h2></h2><button type="button" class="kind" hidden></button><span class="note"></span></figcaption><div class="keys"></div><div class="plot"></div>';
     document.getElementById("charts").append(made);
     return made;
   }
@@ -197,7 +196,7 @@
   async function drawOne(chart, colour) {
     const place = card(chart);
     place.querySelector("h2").textContent = chart.title;
-    place.querySelector(".latest").textContent = chart.latest;
+    place.querySelector(".note").textContent = chart.note || "";
     const other = place.querySelector(".kind");
     other.hidden = !chart.switchable;
     other.textContent = kind(chart) === "log" ? "linear" : "log";

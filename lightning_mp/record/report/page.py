@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from lightning_mp.errors import Faults, PlanError, counted
 from lightning_mp.record.report.charts import dash, draw, lay_out, moment, plain
 from lightning_mp.record.report.load import Run, is_run, load
-from lightning_mp.record.report.verdict import compared, figures, state, suggested_pins, summary, verdict
+from lightning_mp.record.report.verdict import figures, state, suggested_pins, summary, verdict
 from lightning_mp.record.run_folder import REPORT, atomic_write
 
 RunDirs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -105,7 +105,6 @@ def _template(path: Path) -> Any:
         "figures": figures,
         "state": state,
         "verdict": verdict,
-        "compared": compared,
         "suggested_pins": suggested_pins,
         "style": (_HERE / "page.css").read_text(encoding="utf-8"),
         "script": (_HERE / "page.js").read_text(encoding="utf-8"),
@@ -119,15 +118,13 @@ def _content(runs: Sequence[Run]) -> dict[str, Any]:
     steps = [step for run in runs for series in run.series.values() for step in series.steps]
     steps += [event.step for run in runs for event in run.alerts]
     heading = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    events = [(place, event) for place, run in enumerate(runs) for event in run.events]
-    events.sort(key=lambda item: item[1].step)
+    alerts = [(place, event) for place, run in enumerate(runs) for event in run.alerts]
     charts = [draw(panel, runs) for panel in lay_out(runs)]
     return {
         "title": f"{heading} - training report",
         "heading": heading,
         "runs": runs,
         "numbered": list(enumerate(runs)),
-        "alerts": [item for item in events if item[1].is_alert],
-        "notices": [item for item in events if not item[1].is_alert],
+        "alerts": sorted(alerts, key=lambda item: item[1].step),
         "payload": {"charts": charts, "steps": [min(steps), max(steps)] if steps else [0, 1]},
     }

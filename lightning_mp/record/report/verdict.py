@@ -2,7 +2,6 @@
 
 import re
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,20 +65,6 @@ def summary(run: Run) -> dict[str, Any]:
     return {**said, "suggested_pins": suggested_pins(run) or None, **values}
 
 
-def compared(runs: Sequence[Run]) -> str:
-    """Which run has the lowest final loss, and which is the fastest."""
-    said: list[str] = []
-    losses = {run.name: run.finite(names.LOSS)[-1] for run in runs if run.finite(names.LOSS)}
-    if losses:
-        best = min(losses, key=losses.__getitem__)
-        said.append(f"{best} has the lowest final loss, {number(losses[best])}.")
-    rates = [(rate.number, run.name, rate) for run in runs if (rate := figures(run)[2]).number is not None]
-    if rates:
-        _, fastest, rate = max(rates, key=lambda item: item[0])
-        said.append(f"{fastest} is the fastest, {rate.value} {rate.unit}.")
-    return " ".join(said)
-
-
 # ---------------------------------------------------------------------- figures
 
 
@@ -100,15 +85,14 @@ def figures(run: Run) -> list[Figure]:
     rate = next((name for name in _RATES if run.finite(name)), None)
     median = None if rate is None else statistics.median(run.finite(rate))
     gib, small = peak or 0.0, (peak or 0.0) < 1
-    errors, notices = sum(event.severity == "error" for event in run.alerts), len(run.events) - len(run.alerts)
-    parts = [counted(count, noun) for count, noun in ((errors, "error"), (notices, "notice")) if count]
+    errors = sum(event.severity == "error" for event in run.alerts)
     return [
         _loss("final loss", run, names.LOSS, lambda pairs: pairs[-1]),
         _loss("best val loss", run, names.VAL_LOSS, min),
         _figure("median throughput", median, "over all readings", _RATES.get(rate or "", "")),
         _figure("peak memory", peak, "peak", *(("MiB", f"{gib * 1024:.0f}") if small else ("GiB", f"{gib:.3g}"))),
         _figure("skipped steps", skips[-1] if skips else None, "in total"),
-        _figure("alerts", len(run.alerts), ", ".join(parts)),
+        _figure("alerts", len(run.alerts), counted(errors, "error") if errors else ""),
     ]
 
 

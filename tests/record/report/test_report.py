@@ -93,7 +93,6 @@ def test_a_run_has_a_chart_for_everything_it_recorded(tmp_path: Path) -> None:
     assert lines == {
         "Loss": ["training", "validation"],
         "Gradient norm": ["all parameters"],
-        "Parameter norm": ["all parameters"],
         "Update-to-weight ratio": ["all parameters"],
         "Loss scale": ["loss scale"],
         "Skipped steps": ["in total"],
@@ -104,20 +103,12 @@ def test_a_run_has_a_chart_for_everything_it_recorded(tmp_path: Path) -> None:
         "Memory": ["peak", "allocated"],
     }
     assert _curves(charts["Loss"])["training"] == values(tmp_path, "train/loss")
-    assert charts["Loss"]["latest"] == "last 1.278"
-    assert charts["Loss scale"]["latest"] == "last 2¹⁷"
-    assert charts["Model FLOPs utilisation"]["latest"] == "last 31.0%"
 
 
-def test_alerts_are_marked_on_every_chart_and_overflows_where_they_belong(tmp_path: Path) -> None:
-    for title, chart in _charts(load(write_run(tmp_path), "run")).items():
+def test_alerts_are_marked_on_every_chart_and_overflows_on_none(tmp_path: Path) -> None:
+    for chart in _charts(load(write_run(tmp_path), "run")).values():
         marks = {mark["severity"]: mark for mark in chart["marks"]}
-        infos = {"info": list(OVERFLOWS)} if title in ("Loss scale", "Skipped steps") else {}
-        assert {severity: mark["x"] for severity, mark in marks.items()} == {
-            "error": [COLLAPSE],
-            "warning": [SPIKE],
-            **infos,
-        }
+        assert {severity: mark["x"] for severity, mark in marks.items()} == {"error": [COLLAPSE], "warning": [SPIKE]}
         assert "step 12: grad norm spike in rank 1, module &#39;net.3&#39; (ratio 101.5)" in marks["warning"]["text"]
         assert chart["unit"]
 
@@ -238,7 +229,7 @@ def test_figures_events_audit_machine_and_plan_are_in_it(tmp_path: Path) -> None
         "median throughput 1,003 tokens/s",
         "peak memory 2.5 GiB",
         "skipped steps 3 in total",
-        "alerts 2 1 error, 3 notices",
+        "alerts 2 1 error",
         "grad norm spike rank 1 net. 3 ratio 101.5",
         "activations overflow pin the module stop",
         "1 module of 2 not as declared",
