@@ -22,7 +22,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
 )
 from lightning_mp.errors import Faults
-from lightning_mp.health.alerts import AT_FLOOR, Reading
+from lightning_mp.health.alerts import AT_FLOOR, SKIPPED, Reading
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.dtypes import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
@@ -379,18 +379,17 @@ class NonFiniteClassifier:
     in_a_row = 0
     _reported = False
 
-    def judge(self, reading: Reading, *, changed: bool = False) -> bool | None:
-        """Whether a non-finite step is an alert; ``None`` where it is finite, or was reported.
-
-        ``changed``: its gradients became non-finite once measured.
-        """
-        problem, scale = changed or has_bad_loss(reading), reading[metric_names.LOSS_SCALE]
-        if not problem and math.isfinite(reading.get(metric_names.GRAD_NORM) or 0.0):
+    def judge(self, reading: Reading, *, suppressed: bool) -> bool | None:
+        """Whether a non-finite step is an alert; ``None`` for one that is finite, was reported, or was left out."""
+        bad_loss, scale = has_bad_loss(reading), reading[metric_names.LOSS_SCALE]
+        finite = not bad_loss and math.isfinite(reading.get(metric_names.GRAD_NORM) or 0.0)
+        if finite and (suppressed or not reading[SKIPPED]):
             self.in_a_row, self._reported = 0, False
             return None
         self.in_a_row += 1
-        lasts = scale is None or reading[AT_FLOOR] or (self.in_a_row > SEARCH_SKIPS and scale <= SEARCH_SCALE)
-        alert = problem or lasts
+        # a step that was skipped though it was finite when it was measured was changed by a hook that came later
+        alert = finite or bad_loss or scale is None or reading[AT_FLOOR]
+        alert = alert or (self.in_a_row > SEARCH_SKIPS and scale <= SEARCH_SCALE)
         if alert and self._reported:
             return None
         self._reported = alert

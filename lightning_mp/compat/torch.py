@@ -139,11 +139,11 @@ def backward_traced_outside_autocast() -> AbstractContextManager[None]:
     return cast("Any", functorch_config).patch(backward_pass_autocast="off")
 
 
-def cpu_attention() -> tuple[Any, Any]:
-    """The operators of fused attention on a CPU, forward and backward: the flop registry has only CUDA's."""
+def cpu_attention() -> dict[Any, Any]:
+    """Fused attention on a CPU, forward and backward, beside CUDA's, which the flop registry has only."""
+    names = ("_scaled_dot_product_flash_attention{}", "_scaled_dot_product_flash_attention{}_backward")
     aten: Any = torch.ops.aten
-    forward = aten._scaled_dot_product_flash_attention_for_cpu
-    return forward, aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return {getattr(aten, name.format("_for_cpu")): getattr(aten, name.format("")) for name in names}
 
 
 #: the operators of fused attention, by their names in ``torch.ops.aten``

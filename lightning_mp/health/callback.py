@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -198,7 +197,7 @@ class TrainingHealth(WritesRun):
         step.before = run.to_host.read({**run.measured.take(), **run.count.values()})
         reading = step.reading(run.measured.derived(step.before), run.floor)
         if run.automatic:
-            step.nonfinite = self._nonfinite(trainer, step, reading, changed=False)
+            step.nonfinite = self._nonfinite(trainer, step, reading)
         if run.skips:
             step.spikes = self._alerts.judge(reading, only=(SPIKE,))
             step.suppressed = self._alerts.holds(SPIKE)
@@ -236,19 +235,15 @@ class TrainingHealth(WritesRun):
         left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
         log(trainer, {name: v for name, v in row.items() if v is not None and name not in left_out}, step.logged_step)
         if step.nonfinite is None:
-            # skipped for what was finite when it was measured: a hook that came later changed it
-            measured = (reading.get(name) for name in (metric_names.LOSS, metric_names.GRAD_NORM))
-            finite = all(value is not None and math.isfinite(value) for value in measured)
-            changed = reading[SKIPPED] and not step.suppressed and finite
-            step.nonfinite = self._nonfinite(trainer, step, reading, changed=changed)
+            step.nonfinite = self._nonfinite(trainer, step, reading)
         step.replayer.forget()
         for event in (*step.nonfinite, *step.spikes, *self._alerts.judge(reading)):
             self._log.event(trainer, self._act(event, trainer, step))
 
-    def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading, *, changed: bool) -> list[Event]:
+    def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading) -> list[Event]:
         """The event of a non-finite step, none where a NonFiniteGuard writes its own."""
         run = self._active
-        alert = None if run.guard is not None else run.classifier.judge(reading, changed=changed)
+        alert = None if run.guard is not None else run.classifier.judge(reading, suppressed=step.suppressed)
         if alert is None:
             return []
         locates = alert and not run.failed

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from lightning_mp.compat import torch as compat
 from lightning_mp.compat.lightning import Trainer, rank_zero_info
@@ -201,22 +201,13 @@ def _recomputes() -> bool:
     return frame is not None and not frame.f_code.co_filename.endswith(compat.ENGINE)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-
-
 def _without_scores(rule: Callable[..., int], *args: Any, **kwargs: Any) -> int:
     """Of the five products in a fused attention's backward, one recomputes the scores (head sizes are equal)."""
     return rule(*args, **kwargs) * 4 // 5
 
 
-_ON_CPU = dict(zip(compat.cpu_attention(), (_attention, _attention_backward), strict=True))
 #: an operator's FLOPs from its arguments
 _RULES: dict[Any, Callable[..., int]] = {
     op: partial(_without_scores, rule) if "attention" in str(op) and str(op).endswith("backward") else rule
-    for op, rule in {**flop_registry, **_ON_CPU}.items()
+    for op, rule in (flop_registry | {cpu: flop_registry[op] for cpu, op in compat.cpu_attention().items()}).items()
 }
