@@ -57,40 +57,6 @@ def is_fresh(trainer: Trainer) -> bool:
     return trainer.ckpt_path is None and trainer.global_step == 0
 
 
-def open_folder(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder | None:
-    """The folder of this run on rank 0, ``None`` on any other; every rank has to call it, once training starts.
-
-    With ``run_dir=None`` it is a folder of the run's own: the version folder of a CSVLogger or TensorBoardLogger, else
-    ``lightning_mp_run`` in ``<save_dir>/<name>/<version>`` of the first logger, without one in ``default_root_dir``; if
-    an earlier run is there, ``lightning_mp_run_2`` and so on. Files of an earlier run in a given ``run_dir`` are
-    replaced. A run that resumes from a checkpoint, or follows an earlier fit, appends.
-
-    Raises:
-        PlanError: another run or callback writes there already, a file is in the way, or the folder cannot be opened;
-            on every rank.
-    """
-    folder: RunFolder | None = None
-    refused: PlanError | None = None
-    if trainer.is_global_zero:
-        try:
-            folder = _opened(trainer, run_dir, writer)
-        except PlanError as error:
-            refused = error
-        except (OSError, ValueError, RuntimeError) as error:  # the others wait for this rank, whatever it meets
-            what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
-            refused = PlanError.of(what, "pass run_dir= a folder that can be written", writer)
-    refused, path = trainer.strategy.broadcast((refused, None if folder is None else str(folder.path)))
-    if refused is not None:
-        raise refused
-    if run_dir is None and path is not None:
-        if trainer not in _paths:
-            rank_zero_info(f"readings, events and the report of this run: {path}")
-        _paths[trainer] = path
-    if folder is not None:
-        write_run(folder, trainer, "running")
-    return folder
-
-
 def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
     resumed_at = None if is_fresh(trainer) else trainer.global_step
     open_ = partial(RunFolder.open, writer=writer, owner=trainer)
@@ -256,12 +222,35 @@ class RunLog:
         self.events: deque[Event] = deque(maxlen=IN_MEMORY)
 
     def open(self, trainer: Trainer, run_dir: RunDir) -> None:
-        """Begin, or continue; every rank has to call it.
+        """Begin, or continue; every rank has to call it, once training starts.
+
+        With ``run_dir=None`` it is a folder of the run's own: the version folder of a CSVLogger or TensorBoardLogger,
+        else ``lightning_mp_run`` in ``<save_dir>/<name>/<version>`` of the first logger, without one in
+        ``default_root_dir``; if an earlier run is there, ``lightning_mp_run_2`` and so on. Files of an earlier run in a
+        given ``run_dir`` are replaced. A run that resumes from a checkpoint, or follows an earlier fit, appends.
 
         Raises:
-            PlanError: another run or callback writes there already; on every rank.
+            PlanError: another run or callback writes there already, a file is in the way, or the folder cannot be
+                opened; on every rank.
         """
-        self.folder = open_folder(trainer, run_dir, self.writer)
+        refused: PlanError | None = None
+        if trainer.is_global_zero:
+            try:
+                self.folder = _opened(trainer, run_dir, self.writer)
+            except PlanError as error:
+                refused = error
+            except (OSError, ValueError, RuntimeError) as error:  # the others wait for this rank, whatever it meets
+                what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
+                refused = PlanError.of(what, "pass run_dir= a folder that can be written", self.writer)
+        refused, path = trainer.strategy.broadcast((refused, None if self.folder is None else str(self.folder.path)))
+        if refused is not None:
+            raise refused
+        if run_dir is None and path is not None:
+            if trainer not in _paths:
+                rank_zero_info(f"readings, events and the report of this run: {path}")
+            _paths[trainer] = path
+        if self.folder is not None:
+            write_run(self.folder, trainer, "running")
         if is_fresh(trainer):
             self.rows.clear()
             self.events.clear()

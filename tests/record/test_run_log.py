@@ -11,8 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp import MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
-from lightning_mp.record.run_folder import RunFolder
-from lightning_mp.record.run_log import open_folder
+from lightning_mp.record.run_log import RunLog
 from support.models import Regression, batches
 from support.ranks import in_a_process
 from support.running import fit
@@ -24,19 +23,16 @@ OWN = ("metrics.jsonl", "run.json", "report.html", "events.jsonl", "audit.json")
 
 class Writes(Callback):
     def __init__(self, run_dir: Path | str | None = None, name: str = "Writes") -> None:
-        self.run_dir, self.name = run_dir, name
-        self.folder: RunFolder | None = None
+        self.run_dir, self.written = run_dir, RunLog(name)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.folder = open_folder(trainer, self.run_dir, self.name)
+        self.written.open(trainer, self.run_dir)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        assert self.folder is not None
-        self.folder.metrics(trainer.global_step - 1, {})
+        self.written.row(trainer.global_step - 1, {})
 
-    def teardown(self, *_: Any, **__: Any) -> None:
-        if self.folder is not None:
-            self.folder.close(self.name)
+    def teardown(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self.written.close(trainer)
 
 
 @pytest.fixture
@@ -210,7 +206,7 @@ def test_run_json_says_what_ran_and_on_what(tmp_path: Path) -> None:
     plan = MixedPrecisionPlan("16-mixed")
     fit(Regression(), plugins=[plan], callbacks=[Writes(tmp_path)], max_steps=1)
     run = json.loads((tmp_path / "run.json").read_text())
-    assert (run["status"], run["error"], run["precision"]) == ("running", None, "16-mixed")
+    assert (run["status"], run["error"], run["precision"]) == ("finished", None, "16-mixed")
     assert run["plan"] == plan.policy.to_dict()
     assert run["versions"]["torch"] == torch.__version__
     assert run["machine"]["processes"] == 1
