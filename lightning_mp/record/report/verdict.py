@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mp.errors import counted, number
+from lightning_mp.errors import counted, in_bytes, number
 from lightning_mp.record import metric_names as names
 from lightning_mp.record.events import Event
 from lightning_mp.record.report.load import Run, Series
@@ -84,13 +84,13 @@ def figures(run: Run) -> list[Figure]:
     skips, peak = run.finite(names.SKIPPED_STEPS), max(run.finite(names.MEMORY_PEAK), default=None)
     rate = next((name for name in _RATES if run.finite(name)), None)
     median = None if rate is None else statistics.median(run.finite(rate))
-    gib, small = peak or 0.0, (peak or 0.0) < 1
+    held, unit = in_bytes((peak or 0.0) * 2**30).split()
     errors = sum(event.severity == "error" for event in run.alerts)
     return [
         _loss("final loss", run, names.LOSS, lambda pairs: pairs[-1]),
         _loss("best val loss", run, names.VAL_LOSS, min),
         _figure("median throughput", median, "over all readings", _RATES.get(rate or "", "")),
-        _figure("peak memory", peak, "peak", *(("MiB", f"{gib * 1024:.0f}") if small else ("GiB", f"{gib:.3g}"))),
+        _figure("peak memory", peak, "peak", unit, held),
         _figure("skipped steps", skips[-1] if skips else None, "in total"),
         _figure("alerts", len(run.alerts), counted(errors, "error") if errors else ""),
     ]
