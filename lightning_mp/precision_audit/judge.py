@@ -34,8 +34,8 @@ class Declaration:
 
     ``autocast``: torch's lists keep norms and look-ups out of
     ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
-    TF32; ``None`` leaves that to torch's switches. ``pins`` and ``wide``, which sum in fp32, are by module name, and
-    ``fp8`` names those whose products run in FP8.
+    TF32; ``None`` leaves that to torch's switches. By module name are ``pins`` and ``products``: FP8's, and half ones
+    that are summed in fp32.
     """
 
     by: str
@@ -47,13 +47,12 @@ class Declaration:
     frozen: bool = False
     tf32: bool | None = None
     pins: Mapping[str, str] = field(default_factory=dict[str, str])
-    wide: Mapping[str, str] = field(default_factory=dict[str, str])
-    fp8: frozenset[str] = frozenset()
+    products: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
 
     def declared(self, name: str) -> str | None:
         """What the module ``name`` computes in: its pin, else what products run in."""
-        pin = "fp8" if name in self.fp8 else self.wide.get(name) or self.pins.get(name)
+        pin = self.products.get(name) or self.pins.get(name)
         return pin or ("tf32" if self.tf32 and self.compute == "fp32" else self.compute)
 
     def stored(self, name: str) -> str | None:
@@ -75,7 +74,7 @@ def by_policy(
     """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
     facts, faults = describe(device), Faults("audit")
     pin_map = engine.pin_map if engine else pins.resolve(modules[""], policy.pins, faults, policy.storage_dtype)
-    stored, wide = pin_map.dtypes(), {id(member.module): member.pin.dtype for member in pin_map.wide}
+    stored, products = pin_map.dtypes(), {id(member.module): member.pin.dtype for member in pin_map.wide}
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
     for module in (member.module for member in pin_map.declared):  # a router's buffer says nothing of its products
         if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
@@ -86,7 +85,7 @@ def by_policy(
     elif policy.fp8 is not None:
         covered = [member.module for member in pin_map.covered]
         converted = fp8.select(modules[""], policy.fp8, covered, faults)[1]
-    in_fp8 = set(map(id, converted))
+    products |= dict.fromkeys(map(id, converted), "fp8")
     without_tf32 = f"tf32={policy.tf32!r} changes nothing on {facts.name}: it has no TF32"
     return Declaration(
         by=f"MixedPrecisionPlan({policy.precision!r})",
@@ -97,8 +96,7 @@ def by_policy(
         frozen=True,
         tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
         pins={name: pinned[id(module)] for name, module in modules.items() if id(module) in pinned},
-        wide={name: wide[id(module)] for name, module in modules.items() if id(module) in wide},
-        fp8=frozenset(name for name, module in modules.items() if id(module) in in_fp8),
+        products={name: products[id(module)] for name, module in modules.items() if id(module) in products},
         notes=(without_tf32,) if policy.tf32 is not None and not facts.tf32 else (),
     )
 
@@ -123,8 +121,8 @@ def by_stock(plugin: Precision, modules: Mapping[str, nn.Module]) -> Declaration
 
 
 def carried_pins(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """``pins`` and ``wide`` as the modules carry them: of a plan that was applied, or of ``DtypePinning``."""
-    states = {"pins": "_lmp_pin", "wide": "_lmp_wide"}
+    """``pins`` and ``products`` as the modules carry them: of a plan that was applied, or of ``DtypePinning``."""
+    states = {"pins": "_lmp_pin", "products": "_lmp_wide"}
     return {
         field: {name: dtype_name(vars(module)[key].dtype) for name, module in modules.items() if vars(module).get(key)}
         for field, key in states.items()
@@ -192,7 +190,7 @@ def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[s
     found, kinds = {dtype for ran in wrong for dtype in ran.dtypes}, {ran.kind for ran in wrong}
     if name in declaration.pins:
         return wanted, found, _PIN_NOT_IN_FORCE
-    if name in declaration.fp8:
+    if declaration.products.get(name) == "fp8":
         return wanted, found, _NOT_FP8
     if declaration.autocast and kinds & {"norm", "statistic"}:
         # an operator of torch's whose weight is half too was given a cast one: a pin to fp32 would not stop that
@@ -203,14 +201,17 @@ def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[s
 
 
 def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
-    found, pinned = set(ran.dtypes), name in declaration.pins
+    found, pinned, product = set(ran.dtypes), name in declaration.pins, declaration.products.get(name)
     by_lists = declaration.autocast and not pinned
-    if name in declaration.fp8:  # its bias and what it was given are autocast's
+    if product == "fp8":  # its bias and what it was given are autocast's
         wanted = "fp8" if ran.kind == "product" else declaration.compute or wanted
     if ran.kind == "product":
         # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
         tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()
-        widened = seen.attends or name in declaration.wide  # whose operands were half, where no kernel takes them so
+        widened = seen.attends or product not in (
+            None,
+            "fp8",
+        )  # half operands, where no kernel takes them
         return found <= {wanted} | tf32 | ({"fp32", "tf32"} if widened else set())
     wanted = "fp32" if wanted == "tf32" else wanted
     if ran.kind == "lookup":

@@ -50,9 +50,9 @@ JUDGED: list[tuple[Declaration, dict[str, Any], str]] = [
     (PINNED, ran("product", "tf32"), ""),
     (PINNED, ran("product", "bf16"), "compute"),
     # a pin that sums in fp32: where no kernel takes the half operands, they are multiplied in fp32
-    (replace(FP32, wide={"m": "bf16"}), ran("product", "bf16"), ""),
-    (replace(MIXED, wide={"m": "bf16"}), ran("product", "fp32"), ""),
-    (replace(MIXED, wide={"m": "bf16"}), ran("product", "fp16"), "compute"),
+    (replace(FP32, products={"m": "bf16"}), ran("product", "bf16"), ""),
+    (replace(MIXED, products={"m": "bf16"}), ran("product", "fp32"), ""),
+    (replace(MIXED, products={"m": "bf16"}), ran("product", "fp16"), "compute"),
     # attention that widens by itself
     (MIXED, {**ran("product", "fp32"), "attends": True}, ""),
     (MIXED, {**ran("product", "fp16"), "attends": True}, "compute"),
