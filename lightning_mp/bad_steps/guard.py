@@ -35,10 +35,10 @@ class NonFiniteGuard(ActingCallback, WritesRun):
     :class:`~lightning_mp.MixedPrecisionPlan`. A skipped step changes nothing: no weight, no decay, no optimizer state;
     step-interval schedulers and weight averages do not advance. The bad batch is run again once, under hooks, and an
     event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
-    the batch; ``events`` holds the last 1,000. The batch, and the state of the random number generators
-    before its forward, are saved in the same folder, for at most 10 steps a run; see :func:`replay_saved`. Until a step
-    is over, its micro-batches stay in memory. A normal step costs one pass over the gradients and
-    one device sync.
+    the batch; ``events`` holds the last 1,000, and ``events.jsonl`` in the run's folder all. The batch, and the state
+    of the random number generators before its forward, are saved there for at most 10 steps a run; see
+    :func:`replay_saved`. Until a step is over, its micro-batches stay in memory. A normal step costs one pass over the
+    gradients and one device sync.
 
     Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: it
     gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.

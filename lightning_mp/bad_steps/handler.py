@@ -388,8 +388,8 @@ class NonFiniteClassifier:
             return None
         self.in_a_row += 1
         # a step that was skipped though it was finite when it was measured was changed by a hook that came later
-        alert = finite or bad_loss or scale is None or reading[AT_FLOOR]
-        alert = alert or (self.in_a_row > SEARCH_SKIPS and scale <= SEARCH_SCALE)
+        lasts = self.in_a_row > SEARCH_SKIPS and (scale or 0.0) <= SEARCH_SCALE
+        alert = finite or bad_loss or scale is None or reading[AT_FLOOR] or lasts
         if alert and self._reported:
             return None
         self._reported = alert
