@@ -325,11 +325,6 @@ def _full(
 
 def _as_recorded(state_dict: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
     """Floating tensors in the dtype recorded for their name; tied tensors stay tied."""
-    wanted = {plain_name(name): dtype for name, dtype in dtypes.items()}
-    made: dict[tuple[int, torch.Size, str], Tensor] = {}
-    for name, value in state_dict.items():
-        if name in wanted and isinstance(value, Tensor) and value.is_floating_point():
-            key = value.data_ptr(), value.shape, wanted[name]
-            made.setdefault(key, value.to(TORCH_DTYPES[wanted[name]]))
-            state_dict[name] = made[key]
-    return state_dict
+    wanted = {plain_name(name): TORCH_DTYPES[dtype] for name, dtype in dtypes.items()}
+    weights = {name: value for name, value in state_dict.items() if name in wanted and isinstance(value, Tensor)}
+    return state_dict | _plain(weights, wanted, tied=True)

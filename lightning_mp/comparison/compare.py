@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import statistics
 import time
 import warnings
@@ -40,8 +39,8 @@ from lightning_mp.numerics.peak_memory import PeakMemory
 from lightning_mp.numerics.rng import process_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import BARE, loss_of
-from lightning_mp.policy import PRECISIONS, PrecisionPolicy, precision_word
-from lightning_mp.policy.precision_policy import PRESETS, precision_fix, preset
+from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.policy.precision_policy import PRESETS, preset
 from lightning_mp.record.run_log import machine, versions
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.strategies.registry import trainer_arguments
@@ -314,7 +313,6 @@ def compare(
     faults.raise_if_any()
     runs = Runs(module, data, strategy, trainer, steps, max(1, steps // _LAST))
     with process_kept(torch.device("cuda" if torch.cuda.is_available() else "cpu")), quiet():
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own lines on the console
         results = _run_all(runs, named, seeds, say or (lambda _: None))
         losses = [(name, {run.seed: run.final_loss for run in found}) for name, found in results.items()]
         found = Comparison(
@@ -436,15 +434,12 @@ def _named_policy(plan: PlanLike, faults: Faults) -> tuple[str, PrecisionPolicy]
         policy = plan if isinstance(plan, PrecisionPolicy) else plan.policy
         return str(policy.precision), policy
     try:
+        if plan in list(PRESETS):
+            return str(plan), preset(str(plan))
+        policy = MixedPrecisionPlan.from_config(plan).policy
         if isinstance(plan, Mapping):
-            return str(plan.get("precision", "plan")), MixedPrecisionPlan.from_config(plan).policy
-        word = str(plan)
-        if isinstance(plan, PathLike) or word.endswith((".yaml", ".yml")) or "/" in word:
-            return Path(word).stem, MixedPrecisionPlan.from_config(plan).policy
-        if word in PRESETS or precision_word(word) is not None:
-            return word, preset(word) if word in PRESETS else PrecisionPolicy(precision=word)
-        allowed = ", ".join([*PRECISIONS, *PRESETS, "a YAML file"])
-        faults.add(f"plan {plan!r}", allowed=allowed, fix=precision_fix(plan, (), PRESETS))
+            return str(policy.precision), policy
+        return Path(plan).stem if Path(plan).suffix else str(plan), policy
     except PlanError as error:
         faults.extend(error.faults)
     return None

@@ -252,30 +252,29 @@ def conclusion(comparison: Comparison) -> str:
     """Which plan to use, in a sentence: the fastest of those whose loss is the first's or lower, else the first."""
     first, machine = comparison.plans[0], comparison.about.get("machine", {"type": "cpu"})
     here = "this CPU" if machine["type"] == "cpu" else f"this {machine['device']}"
+    pairs = list(zip(comparison.plans[1:], comparison.differences, strict=True))
     known = [
-        (plan, one)
-        for plan, one in zip(comparison.plans[1:], comparison.differences, strict=True)
-        if one.verdict in ("same", "better") and not plan.failed and plan.rate and first.rate
+        (_gain(plan, first), plan, difference)
+        for plan, difference in pairs
+        if difference.verdict in ("same", "better") and not plan.failed and plan.rate and first.rate
     ]
     if not known:
-        ran = {plan.name for plan in comparison.plans if not plan.failed}
-        undecided = [one for one in comparison.differences if one.verdict == "undecided" and one.second in ran]
+        undecided = [each for plan, each in pairs if each.verdict == "undecided" and not plan.failed]
         if undecided:
             return f"Not decided between {first.name} and {undecided[0].second}: {undecided[0].reason}."
         return f"On {here} use {first.name}: no other plan has its loss."
-
-    def gain(plan: PlanResult) -> tuple[float, float]:
-        """Its speed over the first's, one that is not worth a word is 1; then the memory that it saves."""
-        speed, memory = _ratio(plan.rate, first.rate) or 0, _ratio(plan.peak_bytes, first.peak_bytes) or 1
-        return (1 if abs(speed - 1) < _WORTH else speed), -memory
-
-    best, its = max(known, key=lambda item: gain(item[0]))
-    speed, memory = gain(best)
-    if speed > 1 or (speed == 1 and (-memory < 1 - _WORTH or its.verdict == "better")):
-        return f"On {here} use {best.name}: {_words(best, its, first)}, against {first.name}."
+    (speed, saved), best, difference = max(known, key=lambda item: item[0])
+    if speed > 1 or (speed == 1 and (saved > _WORTH or difference.verdict == "better")):
+        return f"On {here} use {best.name}: {_words(best, difference, first)}, against {first.name}."
     if speed == 1:
         return f"On {here} {first.name} and {best.name} have the same loss, speed and memory."
     return f"On {here} use {first.name}: same loss as {best.name}, {_times(1 / speed)}."
+
+
+def _gain(plan: PlanResult, first: PlanResult) -> tuple[float, float]:
+    """Its speed over the first's, 1 where the difference is not worth a word; the share of memory that it saves."""
+    speed = _ratio(plan.rate, first.rate) or 0
+    return (1 if abs(speed - 1) < _WORTH else speed), 1 - (_ratio(plan.peak_bytes, first.peak_bytes) or 1)
 
 
 def verdicts(comparison: Comparison) -> list[str]:

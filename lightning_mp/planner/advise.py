@@ -105,14 +105,15 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        as_they_are = ("precision_reason", "missing_bytes", "nearest_gpus")
         return {
             "shape": asdict(self.shape),
             "gpu": self.gpu.word,
             "choices": [choice.to_dict() for choice in self.choices],
             "lost": list(self.lost),
             "tokens": self.tokens or self.shape.tokens,
-            **{name: getattr(self, name) for name in as_they_are},
+            "precision_reason": self.precision_reason,
+            "missing_bytes": self.missing_bytes,
+            "nearest_gpus": self.nearest_gpus,
         }
 
 
@@ -267,10 +268,9 @@ def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
         if not each.fits
     ]
     for each in fitting[1:]:
-        slower = round(100 * (1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid))
-        speed = f"{slower}% slower" if slower > 0 else f"{-slower}% faster" if slower else "as fast"
-        why = "" if slower > 0 else "; it has more parts, or a smaller batch"
-        lines.append(f"{_label(each.layout)}: {speed}{why}")
+        slower = 1 - each.tokens_per_s.mid / fitting[0].tokens_per_s.mid
+        speed = f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster, with more parts or a smaller batch"
+        lines.append(f"{_label(each.layout)}: {speed}")
     return tuple(lines)
 
 

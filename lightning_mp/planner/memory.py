@@ -101,20 +101,10 @@ class MemoryPrediction:
 
 
 def name_of(strategy: Any) -> str:
-    """The name that ``make_strategy`` knows a strategy, or a name, by; or its class's, without Strategy."""
-    if isinstance(strategy, str):
-        return strategy.lower().removeprefix("mp_")
-    kind = type(strategy).__name__
-    if "DeepSpeed" in kind:
-        zero = strategy.config["zero_optimization"]
-        kind = f"deepspeed_zero{zero['stage']}"
-        offloads = any("offload" in key and value for key, value in zero.items())
-        kind += "_half" * bool(getattr(strategy, "half_weights", False))
-    else:
-        offloads = getattr(getattr(strategy, "sharding", strategy), "cpu_offload", None)
-        offloads = bool(getattr(offloads, "offload_params", offloads))
-    name = kind.removeprefix("Plan").removesuffix("Strategy").lower()
-    return {"singledevice": "ddp", "modelparallel": "fsdp2"}.get(name, name) + "_offload" * offloads
+    """The name that ``make_strategy`` knows a strategy, or a name, by; of Lightning's own that of its class."""
+    kind = type(strategy).__name__.removeprefix("Plan").removesuffix("Strategy")
+    name: str = strategy if isinstance(strategy, str) else getattr(strategy, "made_as", "") or kind
+    return name.lower().removeprefix("mp_")
 
 
 # ---------------------------------------------------------------------- the formula

@@ -1,6 +1,7 @@
 """``predict_memory``: the peak of one rank, traced where that is possible, by formula where it is not."""
 
 import logging
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -29,7 +30,6 @@ from lightning_mp.compat.transformers import block_classes, fakes_unnoticed
 from lightning_mp.errors import Faults, PlanError, one_line
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.rng import process_kept
-from lightning_mp.plan.optimizer_facts import requires_closure
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import BARE
 from lightning_mp.planner import ModelShape, estimate
@@ -72,9 +72,9 @@ def predict_memory(
     _check(module, plan, devices)
     common, built, ranks = dict(trainer_args or {}), cast("Any", strategy), int(devices)
     try:
-        if isinstance(strategy, str) and name_of(strategy) not in _REPLICATED:
+        name = name_of(strategy)
+        if isinstance(strategy, str) and name not in _REPLICATED:
             built = make_strategy(strategy, plan)
-        name = name_of(built)
         if name in _REPLICATED:
             return _replicated(traced(module, batch, plan, {**common, "devices": 1}), module, plan.policy, ranks)
         if name.startswith("deepspeed"):
@@ -288,31 +288,14 @@ class _Follow(Callback):
         )
 
 
-class OneOfMany(LightningEnvironment):
-    """The first of so many processes, none of which is started."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__()
-        self._size = world_size
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    def world_size(self) -> int:
-        return self._size
-
-    def local_rank(self) -> int:
-        return 0
-
-
 @contextmanager
 def _kept() -> Generator[None, None, None]:
-    """On exit the process and its rank are as they were; silent within."""
+    """On exit the process and its rank are as they were; silent within, and Lightning starts no other process."""
     rank = getattr(rank_zero_only, "rank", None)
     try:
         with quietly(logging.ERROR), process_kept(torch.device("cpu")), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            os.environ["LOCAL_RANK"] = "0"
             yield
     finally:
         cast("Any", rank_zero_only).rank = rank
@@ -328,9 +311,7 @@ def traced(
     """
     device = torch.device("cpu")  # where the module is made; Lightning moves it
     on_cuda = torch.cuda.is_available() and trainer_args.get("accelerator", "auto") in ("auto", "gpu", "cuda")
-    storages = Storages(
-        "cuda" if on_cuda else "cpu"
-    )  # the CPU for a device that this machine lacks: sizes are the same
+    storages = Storages("cuda" if on_cuda else "cpu")  # for a device that is not here: sizes are the same
     follow, arguments = _Follow(storages), {key: each for key, each in trainer_args.items() if key not in LEFT_OUT}
     arguments |= {"accelerator": storages.device, **ALONE, "callbacks": [follow]}
     ranks = arguments.get("devices", 1)
@@ -340,7 +321,7 @@ def traced(
             stack.enter_context(mode)
         if ranks > 1 or arguments.get("strategy", "auto") not in ("auto", "ddp"):
             stack.enter_context(fake_ranks(ranks, known))
-            arguments["plugins"] = [OneOfMany(ranks)]
+            arguments["plugins"] = [LightningEnvironment()]
         mine = MixedPrecisionPlan.from_policy(plan.policy)
         trainer = Trainer(**trainer_kwargs(mine, logger=DummyLogger(), **arguments))
         stack.enter_context(storages)
@@ -351,12 +332,10 @@ def traced(
         trainer.fit(copied, train_dataloaders=repeat(fake_batch(batch, device)))
     events, end = storages.events, follow.end or len(storages.events)
     # the second step's, as a rule: before an optimizer's first one its weights may be kept, as Adafactor's are
-    again = [type(one).__name__ for one in trainer.optimizers if requires_closure(one)]
-    notes = tuple(f"{name} goes on for as long as numbers say that are not known: it needs more" for name in again)
     size, parts = peak(events, follow.first or 0, end)
     workspaces = cublas_workspaces() if on_cuda else 0
     parts["other"] += workspaces
-    return MemoryPrediction(size + workspaces, parts, alive(events, end), "traced", notes)
+    return MemoryPrediction(size + workspaces, parts, alive(events, end), "traced")
 
 
 def cublas_workspaces() -> int:

@@ -68,7 +68,8 @@ class PlanStrategy(_Base):
     was made.
     """
 
-    #: the plan that ``make_strategy`` was given
+    #: the name and the plan that ``make_strategy`` was given
+    made_as: str = ""
     made_for: MixedPrecisionPlan | None = None
     #: the name under which ``register_plan`` keeps that plan
     plan_name: str | None = None

@@ -103,7 +103,9 @@ def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, 
                 faults.add(f"unknown keyword {key!r} with {name!r}", allowed=", ".join(allowed), fix=fix)
         check_versions(faults, "torch", "lightning")
     checked = {"policy": policy} if "policy" in own else {}
-    return cls(**entry.fixed, **checked, **overrides)
+    built = cls(**entry.fixed, **checked, **overrides)
+    built.made_as = plain
+    return built
 
 
 def _load(home: str) -> Any:

@@ -233,12 +233,12 @@ def test_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plans", "given", "fix"),
     [
-        ("bf16-mixed,bf17-mixed", "plan 'bf17-mixed'", "'bf16-mixed'"),
+        ("bf16-mixed,bf17-mixed", "config 'bf17-mixed', which is no file", "'bf16-mixed'"),
         ("bf16-mixed,none.yaml", "config 'none.yaml', which is no file", "path"),
         ("bf16-mixed", "1 plan", "bf16-mixed,fp8-mixed"),
         ("", "0 plans", "bf16-mixed,fp8-mixed"),
         ([{"precision": "bf16-mixed", "pinz": {}}, "bf16"], "unknown key pinz", "'pins'"),
-        ([3.5, "bf16"], "plan 3.5", "bf16"),
+        ([3.5, "bf16"], "a config of type float", "bf16"),
     ],
 )
 def test_refused_plans(plans: Any, given: str, fix: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import warnings
@@ -16,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -26,7 +28,6 @@ import lightning_mp.callbacks
 from cuda_path import machine
 from lightning_mp import FP8, MixedPrecisionPlan, PlanError, make_strategy
 from lightning_mp.compat.torch_fake import fake_ranks, moved_in_place, storage_key, wraps
-from lightning_mp.planner.predict import OneOfMany
 from lightning_mp.planner.storages import FakeCopies, fake_module
 
 ATEN = torch.ops.aten
@@ -231,9 +232,13 @@ class Fit:
 
     def run(self) -> Found:
         module = Net(self.optimizer, scheduler=self.scheduler, fails=self.fails)
-        with tempfile.TemporaryDirectory() as folder, on_the_machine(module, self.ranks) as (watched, module):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            on_the_machine(module, self.ranks) as (watched, module),
+            mock.patch.dict(os.environ, LOCAL_RANK="0"),  # Lightning starts no other process
+        ):
             window, given = _Window(watched), self.arguments()
-            plugins = [*given.pop("plugins", []), *([OneOfMany(self.ranks)] if self.ranks > 1 else [])]
+            plugins = [*given.pop("plugins", []), *([LightningEnvironment()] if self.ranks > 1 else [])]
             callbacks = [window, *([CALLBACKS[self.callback](folder)] if self.callback else [])]
             options = {"max_steps": self.steps, "default_root_dir": folder, "callbacks": callbacks, "plugins": plugins}
             rows = DataLoader(TensorDataset(torch.ones(4096, 16)), batch_size=16)
