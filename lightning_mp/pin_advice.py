@@ -522,9 +522,6 @@ def _pinned(policy: PrecisionPolicy, patterns: Iterable[str]) -> PrecisionPolicy
     return replace(policy, pins=(*(Pin(pattern, "fp32") for pattern in patterns), *policy.pins))
 
 
-# ------------------------------------------------------------------ numbers and names
-
-
 def _finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 

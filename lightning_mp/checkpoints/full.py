@@ -199,8 +199,6 @@ def _read(path: Path, weights_only: bool | None, *, states: bool = True, extra: 
     return {**content, "state_dict": plain_names(content["state_dict"])}
 
 
-# ------------------------------------------------------------------ shards, as FSDP2 and Lightning's FSDP1 write them
-
 # where ModelParallelStrategy and FSDPStrategy put the weights
 _WEIGHTS = ("state_dict", "model")
 

@@ -256,9 +256,6 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
     return value
 
 
-# ---------------------------------------------------------------------- plans side by side
-
-
 SUBJECT = "compare"
 T = TypeVar("T")
 #: the share of the steps that the final loss is the mean of
@@ -345,9 +342,6 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
         faults.add(f"out={str(out)!r} is a file", fix="name a folder, new or not")
 
 
-# ---------------------------------------------------------------------- the runs
-
-
 def _run_all(
     runs: Runs, named: Mapping[str, PrecisionPolicy], seeds: int, say: Callable[[str], object]
 ) -> dict[str, list[RunResult]]:
@@ -400,9 +394,6 @@ def _in_words(run: RunResult) -> str:
         return f"failed: {run.error}"
     loss = f"final loss {run.final_loss:.4f}" if math.isfinite(run.final_loss) else "diverged"
     return loss if run.rate is None else f"{loss}, {run.rate:,.0f} {run.unit}/s"
-
-
-# ---------------------------------------------------------------------- the plans
 
 
 def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]:

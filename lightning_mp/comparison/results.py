@@ -185,9 +185,6 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(statistics.fmean(numbers), sd, numbers) if numbers else None
 
 
-# ---------------------------------------------------------------------- the paired difference
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Final losses of ``second`` minus those of ``first``, seed by seed.
@@ -311,9 +308,6 @@ def _times(speed: float) -> str:
     return f"{factor:.1f} × {word}" if factor >= 1.5 else f"{abs(speed - 1) * 100:.0f} % {word}"
 
 
-# ---------------------------------------------------------------------- the table
-
-
 def heads(comparison: Comparison) -> list[str]:
     """The columns' names; a comma is where a narrow one may break."""
     rate = f"{comparison.plans[0].unit}/s{_DEVIATION}"
@@ -362,9 +356,6 @@ def notes(comparison: Comparison) -> list[str]:
         skipped = (f"{plan.name} {sum(run.skipped for run in plan.runs)}" for plan in comparison.plans)
         lines.append(f"steps skipped, over all seeds: {', '.join(skipped)}.")
     return lines
-
-
-# ---------------------------------------------------------------------- as files
 
 
 def write(comparison: Comparison, folder: Path) -> None:

@@ -110,9 +110,6 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
     return torch.from_numpy(np.fromiter(flat, np.int64))  # a third of the time that a list takes
 
 
-# ---------------------------------------------------------------------- documents
-
-
 def _sources(folder: Path) -> Iterator[Path]:
     for home, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED]  # os.walk leaves out the others

@@ -165,9 +165,6 @@ def of_layout(shape: ModelShape, layout: Layout) -> Estimate:
     return Estimate(shape, layout, speed, memory(shape, layout), measured)
 
 
-# ---------------------------------------------------------------------- how fast
-
-
 def roofline(shape: ModelShape, layout: Layout) -> float:
     """Seconds a token on each GPU if every unit ran at its peak; units of the data sheets."""
     seconds = max(_compute(shape, layout), data_traffic(shape, layout)) + _tensor_traffic(shape, layout)

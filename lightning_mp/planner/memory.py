@@ -70,8 +70,6 @@ STRATEGIES = {
 }
 
 
-# ---------------------------------------------------------------------- what is predicted, and for which strategy
-
 #: what a peak is made of
 PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
 
@@ -105,9 +103,6 @@ def name_of(strategy: Any) -> str:
     kind = type(strategy).__name__.removeprefix("Plan").removesuffix("Strategy")
     name: str = strategy if isinstance(strategy, str) else getattr(strategy, "made_as", "") or kind
     return name.lower().removeprefix("mp_")
-
-
-# ---------------------------------------------------------------------- the formula
 
 
 def compute_bytes(precision: str) -> int:

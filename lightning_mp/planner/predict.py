@@ -106,9 +106,6 @@ def why(error: BaseException) -> str:
     return f"{said} ({Path(last.filename).name}:{last.lineno})"
 
 
-# ---------------------------------------------------------------------- from a trace
-
-
 def _replicated(found: MemoryPrediction, module: nn.Module, policy: PrecisionPolicy, ranks: int) -> MemoryPrediction:
     """DDP keeps buckets of the gradients' size next to them, and until the next backward what it summed instead."""
     if ranks == 1:
@@ -120,9 +117,6 @@ def _replicated(found: MemoryPrediction, module: nn.Module, policy: PrecisionPol
     buckets = kept + size * summed
     parts = {**found.parts, "other": found.parts["other"] + buckets}
     return replace(found, peak_bytes=found.peak_bytes + buckets, parts=parts)
-
-
-# ---------------------------------------------------------------------- without one
 
 
 def by_formula(

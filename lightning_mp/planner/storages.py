@@ -96,9 +96,6 @@ def _whole(func: Any, args: Any, kwargs: Any) -> bool:
     return small and not dtype.is_floating_point and not dtype.is_complex
 
 
-# ---------------------------------------------------------------------- copies
-
-
 def fake(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor like ``tensor`` under the ``FakeTensorMode`` that is on; a parameter where it is one."""
     like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
@@ -142,9 +139,6 @@ def fake_module(module: nn.Module, device: torch.device) -> Any:
 def fake_batch(batch: Any, device: torch.device) -> Any:
     """``batch`` with fakes for its tensors."""
     return mapped(lambda leaf: fake(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-# ---------------------------------------------------------------------- storages
 
 
 class Held:
@@ -203,8 +197,6 @@ class Storages(TorchDispatchMode):
         self._follow_flags(func, args, made)
         return out
 
-    # ------------------------------------------------------------------ storages
-
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count the storage of ``tensor`` from now on, if it is new."""
         if wraps(type(tensor)) or tensor.device.type != self.device or tensor.layout is not torch.strided:
@@ -241,8 +233,6 @@ class Storages(TorchDispatchMode):
             held = self._held.get(storage_key(tensor))
             if held is not None:
                 held.part = part
-
-    # ------------------------------------------------------------------ what Python reads
 
     @staticmethod
     def _indices(mask: Any) -> list[Any]:

@@ -83,9 +83,6 @@ def _built(value: Any, path: str, faults: Faults) -> Any:
     return fields
 
 
-# ---------------------------------------------------------------------- file and line
-
-
 class Places(dict[str, str]):
     """Dotted keys and where each was written; of several places the one added last."""
 

@@ -19,8 +19,6 @@ from lightning_mp.policy.pieces import (
     storage_dtype,
 )
 
-# ------------------------------------------------------------------ the words for a precision
-
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
@@ -74,8 +72,6 @@ def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[s
     near = [word for word in dict.fromkeys([*PRECISIONS, *others]) if word.startswith((half, f"fp{half}"))]
     return did_you_mean(text, near, f"did you mean {', '.join(map(repr, near))}?" if half else "write one of these")
 
-
-# ------------------------------------------------------------------ the policy
 
 SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")
 
@@ -257,8 +253,6 @@ def _tf32(value: object, faults: Faults) -> str | None:
         return None
     return cast("str | None", value)
 
-
-# ------------------------------------------------------------------ named policies
 
 #: the modes by their everyday names, the one that suits each common GPU, and known recipes
 PRESETS: Mapping[str, dict[str, Any]] = {

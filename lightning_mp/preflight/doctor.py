@@ -37,9 +37,6 @@ FP16_MAX = 65504.0
 HIGH_SCALE = 2.0**24
 
 
-# ---------------------------------------------------------------------- modes and weights
-
-
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
     """Trained weights that are in half precision alone, as loaded or by the mode; a pin says that it is meant."""
     load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
@@ -59,9 +56,6 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
         why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step"
         fix = f"{load}, or use a plan, which stores them in fp32"
         yield Finding("fp16_params_under_scaler", "error", what, why, fix, fp16[0])
-
-
-# ---------------------------------------------------------------------- the device, and what the run refuses
 
 
 def refused(case: ModelUnderTest) -> Iterator[Finding]:
@@ -142,9 +136,6 @@ def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
     yield Finding("dims_not_aligned", "info", what, why, fix, next(iter(odd)))
 
 
-# ---------------------------------------------------------------------- norms
-
-
 def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
     """Norms whose weights are, and sums would be, in half precision, and epsilons of theirs that are 0 there."""
     norms: dict[str, tuple[nn.Module, str]] = {}
@@ -185,9 +176,6 @@ def _casts_itself(kind: type[nn.Module]) -> bool:
         return True
 
 
-# ---------------------------------------------------------------------- the loss scale
-
-
 def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
     """An initial scale that nearly every gradient overflows at: each halving costs a step."""
     rule = case.scaling
@@ -219,9 +207,6 @@ def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
     scale = 2.0 ** (math.floor(math.log2(FP16_MAX / parts)) - 4)
     fix = f"set init_scale={scale!r}, or use 16-mixed, whose gradients are fp32"
     yield Finding("accumulation_overflows", "warning", what, why, fix, "accumulate_grad_batches")
-
-
-# ---------------------------------------------------------------------- optimizers and schedules
 
 
 def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
@@ -264,9 +249,6 @@ def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
                 for parameter, requires_grad in trained:
                     parameter.requires_grad_(requires_grad)
     return ([], []) if given is None else parsed_optimizers(given)
-
-
-# ---------------------------------------------------------------------- DeepSpeed's JSON
 
 
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:

@@ -159,9 +159,6 @@ def below(name: str, above: str) -> bool:
     return not above or name == above or name.startswith(f"{above}.")
 
 
-# ---------------------------------------------------------------------- the checks of every fit
-
-
 def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
     """Modules with trainable weights in eval mode, which Lightning has not changed since 2.2."""
     tops: list[str] = []
