@@ -2,10 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from lightning_mp.errors import Faults, one_line
 from lightning_mp.modules.patterns import has_own_forward, original_class
 from lightning_mp.numerics.dtypes import dtype_name, floating_in, map_tensors
 from lightning_mp.numerics.rng import rng_state, set_rng_state
-from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, PolicyCopy
+from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, Call, PolicyCopy
 from lightning_mp.plan.engine import NOTHING
 from lightning_mp.plan.plan import MixedPrecisionPlan
 
@@ -136,15 +135,21 @@ class _Comparison:
         self._sides = self._a, self._b = a, b
         coarser = max((a.policy.compute_dtype, b.policy.compute_dtype), key=lambda name: ROUNDOFF[name])
         self._unit, self._limit = ROUNDOFF[coarser], EXPLAINED[coarser]
-        #: the dtypes of the inputs of each call under ``b``
-        self._dtypes: dict[str, list[list[torch.dtype]]] = {}
-        self.calls: dict[str, int] = {}
         self._differs: dict[tuple[str, str], tuple[float, str, tuple[str, str]]] = {}
         self.left_out: dict[str, str] = {}
-        with _before_each(b.root, self._note_dtypes):
+        names = [name for name, module in a.named.items() if name and has_own_forward(module)]
+        #: the dtypes of the inputs of each call under ``b``
+        dtypes: dict[str, list[list[torch.dtype]]] = {name: [] for name in names}
+        with b.recorded(names) as calls:
             b.run(batch)
-        with _before_each(a.root, self._compare):
+        for call in calls:
+            dtypes[call.name].append([tensor.dtype for tensor in floating_in(call.given)])
+        with a.recorded(names) as calls:
             a.run(batch)
+        #: what was compared, in the order of the forward pass
+        self.calls = list(dict.fromkeys(call.name for call in calls))
+        for call in calls:
+            self._compare(call, dtypes[call.name])
 
     def rows(self) -> Iterator[DifferenceRow]:
         """The innermost modules that differ, in the order of the forward pass, then of the backward pass."""
@@ -155,13 +160,10 @@ class _Comparison:
                 kind = original_class(self._a.named[name]).__name__
                 yield DifferenceRow(name, kind, part, *self._differs[name, part])
 
-    def _note_dtypes(self, name: str, given: Any) -> None:
-        self._dtypes.setdefault(name, []).append([tensor.dtype for tensor in floating_in(given)])
-
-    def _compare(self, name: str, given: Any) -> None:
-        call = self.calls[name] = self.calls.get(name, -1) + 1
+    def _compare(self, call: Call, dtypes: list[list[torch.dtype]]) -> None:
+        name = call.name
         try:
-            inputs = _rounded(given, self._dtypes[name][call])
+            inputs = _rounded(call.given, dtypes.pop(0))
             for part, error, terms in self._errors(name, inputs):
                 if error > max(self._explained(name, part, terms), self._differs.get((name, part), (0.0,))[0]):
                     self._differs[name, part] = error, *self._operators(name, inputs, part)
@@ -226,8 +228,8 @@ def _rounded(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
     return cast_each(ours), cast_each(theirs)
 
 
-#: what computes nothing
-_MOVES = ("_to_copy", "clone", "copy_", "detach")
+#: what computes nothing, and what the gradients are made by
+_MOVES = ("_to_copy", "clone", "copy_", "detach", "randn")
 
 
 class _Operators(TorchDispatchMode):
@@ -259,24 +261,3 @@ def _relative(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) ->
 
 def _size(tensor: Tensor) -> float:
     return tensor.pow(2).mean().sqrt().item() if tensor.numel() else 0.0
-
-
-@contextmanager
-def _before_each(root: nn.Module, look: Callable[[str, Any], None]) -> Generator[None]:
-    """Within, ``look`` is called before each call of a module below ``root``, but for those that it makes itself."""
-    inside = False
-
-    def called(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal inside
-        if not inside:
-            inside = True
-            try:
-                look(name, (args, kwargs))
-            finally:
-                inside = False
-
-    with ExitStack() as stack:
-        for name, module in root.named_modules():
-            if name and has_own_forward(module):
-                stack.callback(module.register_forward_pre_hook(partial(called, name), with_kwargs=True).remove)
-        yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,7 +19,15 @@ from lightning_mp.compat.lightning import LightningModule, move_data_to_device
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.patterns import has_own_forward, matches, named_submodules, original_class
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_floating, describe, floating_in, map_tensors, to_torch
+from lightning_mp.numerics.dtypes import (
+    TORCH_DTYPES,
+    cast_floating,
+    default_dtype,
+    describe,
+    floating_in,
+    map_tensors,
+    to_torch,
+)
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan import for_strategy
@@ -243,6 +251,14 @@ def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], d
     return replace(advice, comparison=found)
 
 
+class Call(NamedTuple):
+    """One call of a module: copies of arguments and keywords, and by index the gradients of its outputs, once known."""
+
+    name: str
+    given: Any
+    gradients: dict[int, Tensor]
+
+
 class PolicyCopy:
     """A copy of a module as it runs under a policy, each time from the same random numbers; PlanError if it cannot."""
 
@@ -269,6 +285,28 @@ class PolicyCopy:
         autocast = self.policy.compute_dtype if self.policy.mixed else None
         return output_in(self.root, batch, self.device, autocast=autocast, storage=self.policy.storage_dtype)
 
+    @contextmanager
+    def recorded(self, names: Iterable[str]) -> Generator[list[Call]]:
+        """Within, every call of the modules of those names is noted, inner ones first."""
+        calls, waiting = list[Call](), dict[str, Any]()
+
+        def begins(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+            # before the call, which may change them in place
+            waiting[name] = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+
+        def ends(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            calls.append(Call(name, waiting.pop(name), {}))
+            for index, tensor in enumerate(floating_in(output)):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(calls[-1].gradients.__setitem__, index))
+
+        with ExitStack() as stack:
+            for name in names:
+                module = self.named[name]
+                stack.callback(module.register_forward_pre_hook(partial(begins, name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(ends, name)).remove)
+            yield calls
+
     def passes(
         self,
         module: nn.Module,
@@ -290,9 +328,10 @@ class PolicyCopy:
 
         args, kwargs = map_tensors(given, leaf)
         set_rng_state(self._rng, self.device)
-        dtype = to_torch(self.policy.compute_dtype)
+        compute, storage = to_torch(self.policy.compute_dtype), to_torch(self.policy.storage_dtype)
+        autocast = torch.autocast(self.device.type, compute, enabled=self.policy.mixed, cache_enabled=False)
         with watch:
-            with torch.autocast(self.device.type, dtype, enabled=self.policy.mixed, cache_enabled=False):
+            with autocast, default_dtype(storage):
                 outputs = floating_in(module(*args, **kwargs))
             gradients, back = gradients_of(outputs), ()
             if gradients:
@@ -375,7 +414,7 @@ class _Search:
             exact, planned = self._copy(self._reference), self._copy(policy)
             parts = planned.named.items()
             wanted = [name for name, part in parts if name and (policy.fp8 is None or is_converted(part))]
-            for call in self._calls(exact, batch, wanted, policy, back=back):
+            for call in self._calls(exact, batch, wanted, back=back):
                 try:
                     error = self._own_error(exact, planned, call)
                 except Exception:  # a module that cannot be called by itself, or with rounded inputs
@@ -383,40 +422,23 @@ class _Search:
                 errors[call.name] = max(errors.get(call.name, 0.0), error)
         return errors
 
-    def _calls(
-        self, exact: PolicyCopy, batch: Any, wanted: Sequence[str], policy: PrecisionPolicy, *, back: bool
-    ) -> list[_Call]:
-        """Every call of the modules ``wanted`` in a step in fp32, its inputs rounded; ``back``: with gradients."""
-        calls, waiting, dtype = list[_Call](), dict[str, Any](), to_torch(policy.compute_dtype)
-
-        def begins(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-            # before the call, which may change them in place
-            waiting[name] = cast_floating(map_tensors((args, kwargs), Tensor.detach), dtype)
-
-        def ends(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            calls.append(_Call(name, waiting.pop(name), {}))
-            for index, tensor in enumerate(floating_in(output)):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(calls[-1].gradients.__setitem__, index))
-
-        with ExitStack() as stack:
-            for name in wanted:
-                module = exact.named[name]
-                stack.callback(module.register_forward_pre_hook(partial(begins, name), with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(partial(ends, name)).remove)
+    def _calls(self, exact: PolicyCopy, batch: Any, wanted: Sequence[str], *, back: bool) -> list[Call]:
+        """Every call of the modules ``wanted`` in a step in fp32; ``back``: with gradients."""
+        with exact.recorded(wanted) as calls:
             loss = self._loss(exact, batch)
         if back:
             weights = [parameter for parameter in exact.root.parameters() if parameter.requires_grad]
             torch.autograd.grad(loss, weights, allow_unused=True)
         return calls
 
-    def _own_error(self, exact: PolicyCopy, planned: PolicyCopy, call: _Call) -> float:
+    def _own_error(self, exact: PolicyCopy, planned: PolicyCopy, call: Call) -> float:
         policy, roundoff = planned.policy, ROUNDOFF[planned.policy.compute_dtype]
         scale, half = self._needed[policy], to_torch(policy.compute_dtype)
         rounded = {at: (gradient * scale).to(half) for at, gradient in call.gradients.items()}
         rounded = rounded if _finite(rounded.values()) else {}
-        ours, gradients = planned.passes(planned.named[call.name], call.given, lambda _: rounded)
-        given = cast_floating(call.given, torch.float32)
+        given = cast_floating(call.given, half)
+        ours, gradients = planned.passes(planned.named[call.name], given, lambda _: rounded)
+        given = cast_floating(given, torch.float32)
         theirs, exact_gradients = exact.passes(exact.named[call.name], given, lambda _: rounded)
         known = [(a, b) for a, b in zip(gradients, exact_gradients, strict=True) if a is not None and b is not None]
         least = ROUNDING_ALONE * max((b.norm().item() for _, b in known), default=0.0)
@@ -502,14 +524,6 @@ class _Search:
             dtype = "bf16" if in_fp8 else "fp32"
             rows.append(PinRow(pattern, dtype, len(owners or covered), without, with_it, params))
         return sorted(rows, key=lambda row: row.error_before, reverse=True)[: self._most]
-
-
-class _Call(NamedTuple):
-    """One call of a module: arguments and keywords, rounded to the half format, and gradients of outputs in fp32."""
-
-    name: str
-    given: Any
-    gradients: dict[int, Tensor]
 
 
 def _scales(rule: LossScaling) -> list[float]:

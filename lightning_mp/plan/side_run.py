@@ -82,13 +82,14 @@ def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: 
 
 @contextmanager
 def untouched(root: nn.Module, device: torch.device) -> Generator[None, None, None]:
-    """On exit, gradients, buffers and attributes of ``root``'s modules, and the generators, are as they were on entry.
+    """On exit gradients, what is trained, buffers and attributes of ``root``'s modules, and generators are as before.
 
     Within there are no gradients at first. Tensors, lists, dicts and sets among attributes are copied, one level deep.
     """
     undo: list[Callable[[], object]] = [partial(set_rng_state, rng_state(device), device)]
     for parameter in root.parameters():
         undo.append(partial(setattr, parameter, "grad", parameter.grad))
+        undo.append(partial(parameter.requires_grad_, parameter.requires_grad))
         parameter.grad = None
     for module in root.modules():
         undo.append(_kept(buffers_of(module)))

@@ -142,12 +142,12 @@ def fake_batch(batch: Any, device: torch.device) -> Any:
 
 
 class Held:
-    """One storage: its bytes, and which of ``PARTS`` it belongs to."""
+    """One storage: its bytes, which of ``PARTS`` it belongs to, and a reference that tells when it is gone."""
 
-    __slots__ = ("bytes", "part")
+    __slots__ = ("bytes", "part", "ref")
 
-    def __init__(self, part: str) -> None:
-        self.bytes, self.part = 0, part
+    def __init__(self, part: str, ref: weakref.ref[Any]) -> None:
+        self.bytes, self.part, self.ref = 0, part, ref
 
 
 class Storages(TorchDispatchMode):
@@ -166,7 +166,6 @@ class Storages(TorchDispatchMode):
         self.events: list[tuple[Held, int]] = []
         self.in_forward = False
         self._held: dict[int, Held] = {}
-        self._refs: dict[int, weakref.ref[Any]] = {}
         #: storages of flags that say "not finite", and of what was made of them
         self._flags: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -204,8 +203,7 @@ class Storages(TorchDispatchMode):
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = Held(part)
-            self._refs[key] = weakref.ref(storage, lambda _: self._gone(key))
+            held = self._held[key] = Held(part, weakref.ref(storage, lambda _: self._set(self._held.pop(key), 0)))
         self._set(held, storage.nbytes())
 
     def resized(self, storage: Any) -> None:
@@ -220,11 +218,6 @@ class Storages(TorchDispatchMode):
         if size != held.bytes:
             self.events.append((held, size - held.bytes))
             held.bytes = size
-
-    def _gone(self, key: int) -> None:
-        held = self._held.pop(key)
-        del self._refs[key]
-        self._set(held, 0)
 
     def name(self, given: Iterable[Any], part: str) -> None:
         """The storages of the tensors in ``given``, of a DTensor this rank's, belong to ``part`` from the beginning."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -169,13 +170,7 @@ class PrecisionPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """The policy as plain values (str, int, float, bool, None, list, dict); ``from_dict`` is its inverse."""
-        values = asdict(self)
-        values["pins"] = [asdict(pin) for pin in self.pins]
-        for name, piece in (("checkpointing", self.checkpointing), ("fp8", self.fp8)):
-            if piece is not None:
-                lists = {key: list(value) for key, value in values[name].items() if isinstance(value, tuple)}
-                values[name] |= {**lists, "modules": list(piece.patterns)}
-        return values
+        return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrecisionPolicy:

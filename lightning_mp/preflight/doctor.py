@@ -15,7 +15,6 @@ from lightning_mp.errors import Fault, Faults, counted, pinning
 from lightning_mp.modules.patterns import original_class
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.engine import EagerEngine
 from lightning_mp.plan.side_run import untouched
@@ -241,13 +240,8 @@ def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
     """The optimizers, and each schedule with its interval: given, or what ``configure_optimizers`` returns."""
     given = case.optimizer
     if given is None and isinstance(case.model, LightningModule):
-        trained = [(parameter, parameter.requires_grad) for parameter in case.model.parameters()]
         with untouched(case.model, torch.device("cpu")):
-            try:
-                given = case.model.configure_optimizers()
-            finally:
-                for parameter, requires_grad in trained:
-                    parameter.requires_grad_(requires_grad)
+            given = case.model.configure_optimizers()
     return ([], []) if given is None else parsed_optimizers(given)
 
 
@@ -316,10 +310,5 @@ def doctor(
         PlanError: ``model`` is no module, or ``plan`` is none; every fault of a plan at once.
     """
     case = case_of(model, plan, strategy, trainer_args or {}, device, optimizer=optimizer)
-    here = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    generators = rng_state(here)
-    try:
-        found = [finding for check in CHECKS for finding in made(check, case)]
-    finally:
-        set_rng_state(generators, here)
-    return sorted(found, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.code))
+    findings = [finding for check in CHECKS for finding in made(check, case)]
+    return sorted(findings, key=lambda finding: (-SEVERITIES.index(finding.severity), finding.code))
