@@ -165,22 +165,21 @@ class Runs:
     #: of each seed, the weights and the batches of the run that came first
     _weights: dict[int, int] = field(default_factory=dict[int, int])
     _batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    #: of each plan, the bytes that its trial needed
+    _peaks: dict[PrecisionPolicy, int] = field(default_factory=dict[PrecisionPolicy, int])
 
-    def trial(self, policy: PrecisionPolicy, seed: int) -> int | None:
-        """Two steps that are not timed; the CPU allocator's peak in bytes, ``None`` on another device."""
+    def trial(self, policy: PrecisionPolicy, seed: int) -> None:
+        """Two steps that are not timed; on a CPU they tell the allocator's peak."""
         data = self._data(seed)  # made before memory is looked at
-
-        def fit() -> None:
-            with suppress(NonFiniteError):  # the run that is timed will say so
-                self._fit(policy, seed, min(TRIAL_STEPS, self.steps), data)
-
-        if self.trainer_args.get("accelerator", "auto") != "cpu" and torch.cuda.is_available():
-            return fit()
-        if not self._weights:
-            fit()  # what a process makes once, as data that is read and kept, is not the first plan's memory
-        with PeakMemory() as peak:
-            fit()
-        return peak.bytes
+        fit = partial(self._fit, policy, seed, min(TRIAL_STEPS, self.steps), data)
+        on_cuda = self.trainer_args.get("accelerator", "auto") != "cpu" and torch.cuda.is_available()
+        with suppress(NonFiniteError):  # the run that is timed will say so
+            if on_cuda or not self._weights:
+                fit()  # what a process makes once, as data that is read and kept, is not the first plan's memory
+            if not on_cuda:
+                with PeakMemory() as peak:
+                    fit()
+                self._peaks[policy] = peak.bytes
 
     def run(self, policy: PrecisionPolicy, seed: int) -> RunResult:
         """All steps, timed; NaN is the loss of a run that met non-finite values which the plan does not allow."""
@@ -203,7 +202,7 @@ class Runs:
             final_loss=(statistics.fmean(tail) if all(map(math.isfinite, tail)) else math.nan) if tail else None,
             rate=watch.work * replicas / watch.seconds if watch.work and watch.seconds else None,
             unit=watch.unit,
-            peak_bytes=None if peak is None else peak.bytes,
+            peak_bytes=self._peaks.get(policy) if peak is None else peak.bytes,
             skipped=int(plan.skipped_steps),
             error=None if tail else "no step with a loss",
         )
@@ -348,19 +347,17 @@ def _run_all(
     """The results of every plan, by seed."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         say(f"{counted(len(named), 'plan')}, two steps of each first ...")
-    peaks = {name: _attempt(partial(runs.trial, policy, 0)) for name, policy in named.items()}
-    _raise_errors({name: tried for name, tried in peaks.items() if isinstance(tried, Exception)}, len(named))
+    tried = {name: _attempt(partial(runs.trial, policy, 0)) for name, policy in named.items()}
+    _raise_errors({name: error for name, error in tried.items() if error is not None}, len(named))
     names, results = list(named), {name: list[RunResult]() for name in named}
     for seed in range(seeds):
         turn = seed % len(names)
         for name in names[turn:] + names[:turn]:
-            outcome, peak = _attempt(partial(runs.run, named[name], seed)), peaks[name]
+            outcome = _attempt(partial(runs.run, named[name], seed))
             if isinstance(outcome, PlanError):
                 raise outcome
             if isinstance(outcome, Exception):
                 outcome = RunResult(seed, error=f"{type(outcome).__name__}: {one_line(outcome)}")
-            elif isinstance(peak, int):
-                outcome = replace(outcome, peak_bytes=peak)
             results[name].append(outcome)
             if runs.is_global_zero:
                 say(f"seed {seed + 1} of {seeds}, {name}: {_in_words(outcome)}")

@@ -276,20 +276,20 @@ def verdicts(comparison: Comparison) -> list[str]:
     """A line a plan: its loss, speed and memory against the first's, with a reason where it is not the same."""
     first = comparison.plans[0]
     lines = [f"{first.name}: what the others are compared with"]
-    for plan, one in zip(comparison.plans[1:], comparison.differences, strict=True):
-        reason = "" if one.verdict == "same" else f" ({one.reason})"
-        lines.append(f"{plan.name}: {_words(plan, one, first)}{reason}")
+    for plan, difference in zip(comparison.plans[1:], comparison.differences, strict=True):
+        reason = "" if difference.verdict == "same" else f" ({difference.reason})"
+        lines.append(f"{plan.name}: {_words(plan, difference, first)}{reason}")
     return lines
 
 
-def _words(plan: PlanResult, one: Difference, first: PlanResult) -> str:
-    mean = abs(one.mean_difference or 0)
+def _words(plan: PlanResult, difference: Difference, first: PlanResult) -> str:
+    mean = abs(difference.mean_difference or 0)
     loss = {
-        "same": f"same loss within ±{one.margin:.2g}",
+        "same": f"same loss within ±{difference.margin:.2g}",
         "better": f"loss lower by {mean:.2g}",
-        "worse": f"loss higher by {mean:.2g}" if one.standard_error is not None else "a loss that is not finite",
+        "worse": f"loss higher by {mean:.2g}" if difference.standard_error is not None else "a loss that is not finite",
         "undecided": "loss not decided",
-    }[one.verdict]
+    }[difference.verdict]
     speed, memory = _ratio(plan.rate, first.rate), _ratio(plan.peak_bytes, first.peak_bytes)
     more = 0.0 if memory is None else memory - 1
     held = f"{abs(more) * 100:.0f} % {'more' if more > 0 else 'less'} memory" if abs(more) >= _WORTH else ""
@@ -316,18 +316,18 @@ def heads(comparison: Comparison) -> list[str]:
 
 def rows(comparison: Comparison) -> list[list[str]]:
     """The cells of every plan, the first without a difference."""
-    found: list[list[str]] = []
+    table: list[list[str]] = []
     for plan in comparison.plans:
         speed = _ratio(plan.rate, comparison.plans[0].rate)
         loss = _with_sd(plan.final_loss, "{:.4f}".format)
         peak = NOTHING if plan.peak_bytes is None else in_bytes(plan.peak_bytes.mean)
-        found.append([plan.name, _with_sd(plan.rate, number), f"{speed:.2f}x" if speed else NOTHING, peak, loss])
-    found[0] += [NOTHING] * len(_PAIRED)
-    for cells, one in zip(found[1:], comparison.differences, strict=True):
-        mean, error = one.mean_difference, one.standard_error
+        table.append([plan.name, _with_sd(plan.rate, number), f"{speed:.2f}x" if speed else NOTHING, peak, loss])
+    table[0] += [NOTHING] * len(_PAIRED)
+    for cells, difference in zip(table[1:], comparison.differences, strict=True):
+        mean, error = difference.mean_difference, difference.standard_error
         said = "" if error is None else f" ± {error:.4f}"
-        cells += [NOTHING if mean is None else f"{_signed(mean)}{said}", one.verdict]
-    return found
+        cells += [NOTHING if mean is None else f"{mean:+.4f}{said}", difference.verdict]
+    return table
 
 
 def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
@@ -336,16 +336,10 @@ def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
     return form(spread.mean) + ("" if spread.sd is None else f" ± {form(spread.sd)}")
 
 
-def _signed(value: float) -> str:
-    """Four decimals; a zero has no sign."""
-    text = f"{value:+.4f}"
-    return text if float(text) else "0.0000"
-
-
 def notes(comparison: Comparison) -> list[str]:
     """What the columns mean, a line each."""
     first, last = comparison.plans[0].name, comparison.final_loss_steps
-    margins = dict.fromkeys(f"{one.margin:.4g}" for one in comparison.differences)
+    margins = dict.fromkeys(f"{each.margin:.4g}" for each in comparison.differences)
     mean = "training loss of the last step" if last == 1 else f"mean training loss of the last {last} steps"
     lines = [
         f"final loss: the {mean} of {comparison.steps}, over {counted(len(comparison.seeds), 'seed')}.",

@@ -122,7 +122,7 @@ class ModelShape:
         return cls(counted, layers, hidden, heads, kv_heads, wide, vocab, length)
 
     @classmethod
-    def of_size(cls, params: float, *, seq_len: int | None = None, vocab: int = _VOCAB) -> ModelShape:
+    def of_size(cls, params: float, *, seq_len: int | None = None) -> ModelShape:
         """A Llama of about ``params`` parameters: the usual layers and width of that size, the MLP as wide as it takes.
 
         ``params`` of the result is what such a model counts, within a few per cent of what was asked for.
@@ -134,11 +134,11 @@ class ModelShape:
         # Between the usual sizes the number of layers follows; the MLP is Llama's 8/3 of the width.
         wide = -(-8 * hidden // (3 * 256)) * 256
         block = _count(hidden, 1, hidden // head, hidden // head, wide, 0, tied=True)
-        usual = _count(hidden, layers, hidden // head, hidden // head, wide, vocab, tied=False)
+        usual = _count(hidden, layers, hidden // head, hidden // head, wide, _VOCAB, tied=False)
         if abs(usual / params - 1) > 0.06:  # nearer to a usual size, that one is meant
-            layers = max(1, round((params - 2 * vocab * hidden) / block))
-        counted = _count(hidden, layers, hidden // head, hidden // head, wide, vocab, tied=False)
-        return cls(counted, layers, hidden, hidden // head, hidden // head, wide, vocab, seq_len or _SEQUENCE)
+            layers = max(1, round((params - 2 * _VOCAB * hidden) / block))
+        counted = _count(hidden, layers, hidden // head, hidden // head, wide, _VOCAB, tied=False)
+        return cls(counted, layers, hidden, hidden // head, hidden // head, wide, _VOCAB, seq_len or _SEQUENCE)
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, is_overridden, parsed_optimizers
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.deepspeed.merge import add_trainer
-from lightning_mp.errors import Fault, Faults, counted, pinning
+from lightning_mp.errors import Faults, counted, pinning
 from lightning_mp.modules.patterns import original_class
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -247,33 +247,28 @@ def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
 
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     """Every key of the JSON that contradicts the precision or the Trainer, with both values."""
-    own: Any = case.strategy
+    own, trainer, faults = cast("Any", case.strategy), case.trainer, Faults()
     stock = DeepSpeedStrategy in type(own).__mro__
-    config = (own._given or {}) if stock and hasattr(own, "plan_engine") else own.config if stock else own
-    faults = list(_contradictions(case, cast("Mapping[str, Any]", config))) if isinstance(config, Mapping) else []
-    why = "the run is refused before its first step, or DeepSpeed silently uses that of the JSON"
-    for fault in faults:
-        where = fault.problem.partition("=")[0]
-        yield Finding("deepspeed_contradicts_trainer", "error", fault.problem, why, fault.fix, where)
-
-
-def _contradictions(case: ModelUnderTest, json: Mapping[str, Any]) -> Iterator[Fault]:
+    given = (own._given or {}) if stock and hasattr(own, "plan_engine") else own.config if stock else own
+    if not isinstance(given, Mapping):
+        return
+    json = cast("Mapping[str, Any]", given)
     for block in HALF:
         if (json.get(block) or {}).get("enabled") is True and case.compute != block:
-            given = f"{block}.enabled=True in the JSON and precision={case.precision!r}"
-            yield Fault(given, fix=f"set {block}.enabled to false, or train in it")
-    trainer = case.trainer
-    if not trainer:
-        return
-    devices, nodes = (trainer.get("devices") or "auto"), (trainer.get("num_nodes") or 1)
-    world = devices * nodes if isinstance(devices, int) and devices > 0 else None
-    # without a known number of devices nothing can be said of the whole batch
-    config = {key: value for key, value in json.items() if world is not None or key != "train_batch_size"}
-    clip = trainer.get("gradient_clip_val") if trainer.get("gradient_clip_algorithm") in (None, "norm") else None
-    accumulate = int(trainer.get("accumulate_grad_batches") or 1)
-    faults = Faults()
-    add_trainer(config, faults, clip_norm=clip, accumulate=accumulate, world_size=world or 1)
-    yield from faults.found
+            both = f"{block}.enabled=True in the JSON and precision={case.precision!r}"
+            faults.add(both, fix=f"set {block}.enabled to false, or train in it")
+    if trainer:
+        devices, nodes = (trainer.get("devices") or "auto"), (trainer.get("num_nodes") or 1)
+        world = devices * nodes if isinstance(devices, int) and devices > 0 else None
+        # without a known number of devices nothing can be said of the whole batch
+        config = {key: value for key, value in json.items() if world is not None or key != "train_batch_size"}
+        clip = trainer.get("gradient_clip_val") if trainer.get("gradient_clip_algorithm") in (None, "norm") else None
+        accumulate = int(trainer.get("accumulate_grad_batches") or 1)
+        add_trainer(config, faults, clip_norm=clip, accumulate=accumulate, world_size=world or 1)
+    why = "the run is refused before its first step, or DeepSpeed silently uses that of the JSON"
+    for fault in faults.found:
+        where = fault.problem.partition("=")[0]
+        yield Finding("deepspeed_contradicts_trainer", "error", fault.problem, why, fault.fix, where)
 
 
 CHECKS = (

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -44,7 +44,7 @@ class ModelUnderTest:
     scaling: LossScaling | None = None
     device: hardware.Device
     strategy: Any = None
-    trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trainer: Mapping[str, Any]
     optimizer: Any = None
 
     @cached_property
@@ -147,11 +147,10 @@ def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
     return describe(torch.device("cpu"))
 
 
-def listed(names: Iterable[str], most: int = 4) -> str:
+def listed(names: Iterable[str]) -> str:
     """Some of ``names``, and how many more there are."""
     every = [name or "the model itself" for name in names]
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
+    return ", ".join([*every[:4], *([f"{len(every) - 4} more"] if len(every) > 4 else [])])
 
 
 def below(name: str, above: str) -> bool:
