@@ -3,18 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning_mp.planner.advise import Advice, advise
-from lightning_mp.planner.estimate import Estimate, Range, estimate
+from lightning_mp.planner.estimate import Estimate, estimate
 from lightning_mp.planner.memory import MemoryPrediction
-from lightning_mp.planner.shape import CONVENTIONS, Layout, ModelShape, flops_per_token
+from lightning_mp.planner.shape import ModelShape, flops_per_token
 
 __all__ = [
-    "CONVENTIONS",
     "Advice",
     "Estimate",
-    "Layout",
     "MemoryPrediction",
     "ModelShape",
-    "Range",
     "advise",
     "estimate",
     "flops_per_token",

@@ -8,19 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_mp.errors import in_bytes
-from lightning_mp.planner.shape import Layout, ModelShape
+from lightning_mp.planner.shape import PRECISIONS, Layout, ModelShape
 
 #: What may be used of a device; what is kept free with tensor parallelism, where the formula came out a third too low.
 USABLE, TENSOR_HEADROOM = 0.95, 0.25
 #: By mode: bytes a parameter of the weights, of their gradients, and of AdamW's two moments.
-HELD = {
-    "32-true": (4, 4, 8),
-    "bf16-mixed": (4, 4, 8),
-    "16-mixed": (4, 4, 8),
-    "fp8-mixed": (4, 4, 8),
-    "bf16-true": (2, 2, 4),
-    "16-true": (2, 2, 4),
-}
+HELD = {mode: (2, 2, 4) if mode in ("bf16-true", "16-true") else (4, 4, 8) for mode in PRECISIONS}
 #: the modes in which autocast computes the products; those of ``fp8-mixed`` are of FP8 layers
 _HALVED = ("bf16-mixed", "16-mixed")
 #: A logit: the half one, its fp32 copy, the fp32 gradient, and that in half again; in fp32 the softmax instead.

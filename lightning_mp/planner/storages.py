@@ -62,38 +62,26 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns for the numbers of its arguments; ``None`` where they are not all known."""
+    """What ``func`` returns for the numbers of its tensors; ``None`` where they are not all known."""
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    values = {id(tensor): known(tensor) for tensor in tensors}
-    if any(value is None for value in values.values()) or not all(map(keeps, tensors)):
+    if any(known(tensor) is None for tensor in tensors) or not all(map(keeps, tensors)):
         for tensor in leaves(overwritten(func, args, kwargs)):
             value = getattr(tensor, _VALUE, None)
             if value is not None:
                 setattr(value.untyped_storage(), _UNKNOWN, True)
         return None
-    if not tensors and not _whole(func, args, kwargs):
-        return None
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return values[id(leaf)]
+            return known(leaf)
         return _CPU if isinstance(leaf, torch.device) else leaf
 
     with without_modes():
         return func(*mapped(real, args), **mapped(real, kwargs))
 
 
-def _whole(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor that is made from nothing is small and of whole numbers."""
-    dtype = kwargs.get("dtype")
-    if "random" in func.__name__ or "rand" in func.__name__ or func.__name__.startswith("empty"):
-        return False
-    sizes = args[0] if args and isinstance(args[0], (list, tuple)) else [a for a in args if isinstance(a, (int, float))]
-    small = all(isinstance(size, (int, float)) and abs(size) <= _MOST for size in sizes)
-    if dtype is None:
-        named = func.__name__.startswith(("arange", "full", "scalar_tensor"))
-        return small and named and all(isinstance(leaf, (int, bool)) for leaf in leaves(args))
-    return small and not dtype.is_floating_point and not dtype.is_complex
+def _arbitrary(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags or func.__name__.startswith("empty")
 
 
 def fake(tensor: Tensor, device: torch.device) -> Tensor:
@@ -179,11 +167,14 @@ class Storages(TorchDispatchMode):
             return args[0].clone()
         if func is INDEX:
             args = args[0], [index for mask in args[1] for index in self._indices(mask)]
-        value = computed(func, args, kwargs)
+        from_tensors = any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
+        value = computed(func, args, kwargs) if from_tensors else None
         if value is not None and torch.Tag.dynamic_output_shape in func.tags:
             out = mapped(lambda leaf: fake(leaf, args[0].device), value)
         else:
             out = func(*args, **kwargs)
+        if not from_tensors and isinstance(out, Tensor) and keeps(out) and not _arbitrary(func):
+            value = computed(func, args, kwargs)  # a range, or what is filled with one number
         for tensor, number in zip(leaves(out), leaves(value), strict=False) if value is not None else ():
             if isinstance(tensor, Tensor):
                 setattr(tensor, _VALUE, number)

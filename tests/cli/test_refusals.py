@@ -58,7 +58,7 @@ ARGUMENTS = {
     "ckpt_path=hpc": ("no hpc_ckpt_*.ckpt", "'last'"),
     "gone.yaml": ("'gone.yaml', which is no file", "check the path"),
     "plan=fp32,bf16": ("Ambiguous value for argument 'plan=fp32,bf16'", ""),
-    "plan.precison=16-mixed": ("unknown key precison (on the command line)", "'precision'"),
+    "plan.precison=16-mixed": ("plan: unknown key precison", "'precision'"),
     "strategy=fsdp3": ("unknown strategy 'fsdp3'", "'fsdp2'"),
     "trainer=3": ("trainer=3 is no mapping", "max_steps: 100"),
     "max_steps=10": ("Could not override 'max_steps'", "+key=value"),

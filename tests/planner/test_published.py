@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from lightning_mp.planner import Layout, ModelShape, flops_per_token
+from lightning_mp.planner import ModelShape, flops_per_token
 from lightning_mp.planner.estimate import (
     SPREAD,
     UTILISATION,
@@ -21,7 +21,7 @@ from lightning_mp.planner.estimate import (
     roofline,
     spread,
 )
-from lightning_mp.planner.shape import default_gbps
+from lightning_mp.planner.shape import Layout, default_gbps
 from lightning_mp.policy.hardware import GPUS
 
 #: what the table does not say of Llama 3.1: key-value heads, MLP
