@@ -263,8 +263,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def _half_names(self, model: nn.Module) -> dict[int, str]:
         """By ``id``, the names of fp32 weights that autocast alone computes with; of whole ones no vectors."""
         weights = half_weights.survey(model, self._engine.pin_map, plan_of(self).policy)
-        fp32 = (one for one in weights if one.reason is None and one.tensor.dtype == torch.float32)
-        return {id(one.tensor): one.name for one in fp32 if self._stage == 3 or one.tensor.dim() > 1}
+        fp32 = (weight for weight in weights if weight.tensor.dtype == torch.float32)
+        return {id(weight.tensor): weight.name for weight in fp32 if self._stage == 3 or weight.tensor.dim() > 1}
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:

@@ -213,8 +213,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         refuse_callbacks(module, "sharded weights", faults)
         refuse_weights(module, faults, self._options.get("ignored_params") or ())
         if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
-            replicas = 1 if self._sharded else self.world_size // self._tensor_parallel
-            check_users_sharding(module, engine.policy, engine.pin_map, faults, replicas=replicas)
+            check_users_sharding(module, engine.policy, engine.pin_map, faults)
             return None
         storage, size = engine.policy.storage_dtype, self._tensor_parallel
         blocks, inner = units(module, self._wrap, engine.pin_map, engine.stored_dtypes(), faults, together=storage)
@@ -269,14 +268,14 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         # FSDP2's own param_dtype casts all a unit has, norms and embeddings too, and adds the gradients of a weight
         # that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
         # autocast keeps no copy of them until the backward pass.
-        free = [one for one in survey(module, plan.engine.pin_map, plan.policy) if one.reason is None]
-        names = {(id(part), key): weight.name for weight in free for part, key in weight.places}
+        free = survey(module, plan.engine.pin_map, plan.policy)
+        names = {(id(part), key): weight.name for weight in free for _, part, key in weight.places}
         sharding_compat.gather_halves(module, names, to_torch(plan.policy.compute_dtype), AutocastWeight)
-        rule, conversion = plan.policy.fp8, plan.engine.fp8
+        rule = plan.policy.fp8
         self._fp8_gather = None
-        if rule is not None and rule.all_gather and conversion and self._sharded:
+        if rule is not None and rule.all_gather and self._sharded:
             group = self._shard_mesh.get_group(-1)
-            self._fp8_gather = FP8Gather(module, conversion.converted.values(), group, rule)
+            self._fp8_gather = FP8Gather(module, plan.engine.converted, group, rule)
 
     def teardown(self) -> None:
         """Wait for a checkpoint; the units are left as ``fully_shard`` made them, those of a refused run untouched."""

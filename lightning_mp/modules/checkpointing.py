@@ -2,8 +2,8 @@
 
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -43,7 +43,7 @@ class CheckpointState:
 
     save_ops: frozenset[str] | None
     preserve_rng: bool
-    #: it stands for the module above it, where code calls this one and never that one
+    #: it stands for the Sequential above it, where code calls this one and never that one
     in_container: bool = False
 
 
@@ -66,7 +66,7 @@ class CheckpointedForward(Swapped):
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
         if not compiling:  # a compiled graph changes buffers at its end, once
-            options["context_fn"] = partial(_contexts, _Buffers(cast("nn.Module", self)), state.save_ops)
+            run = _WithBuffers(cast("nn.Module", self), run, state.save_ops)
         elif state.save_ops is not None:
             options["context_fn"] = partial(_selective_contexts, state.save_ops)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
@@ -77,15 +77,17 @@ class CheckpointedForward(Swapped):
 _Place = tuple[str, str, bool]
 
 
-class _Buffers:
-    """A module's buffers and the default dtype, for the recomputation to find them as the forward did.
+class _WithBuffers:
+    """A module's forward, which each recomputation runs with the buffers and the default dtype that it found.
 
     Else it would count a batch twice in the statistics of a batch norm, and compute something else where an output
     depends on a buffer that forward changes (the vectors of a spectral norm, an EMA). Copies are kept of those that
     changed in the first forward, in training and in evaluation, or in a later one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., Any], save_ops: frozenset[str] | None) -> None:
+        self._run, self._done = run, False
+        self._modes = (nullcontext(), nullcontext()) if save_ops is None else _selective_contexts(save_ops)
         # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
         self._dtype = torch.get_default_dtype()
         #: whether a buffer changes
@@ -100,11 +102,16 @@ class _Buffers:
         may_change = [place for place in self._before if self._changing.get(place, True)]
         self._copies = {place: _copied(self._before[place][1]) for place in may_change}
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # the mode is the inner one: it allows no operator again that the forward had not
+        with self._again() if self._done else self._first(), _under_way(), self._modes[self._done]:
+            return self._run(*args, **kwargs)
+
     @contextmanager
-    def first(self) -> Generator[None, None, None]:
+    def _first(self) -> Generator[None, None, None]:
         """Around the forward: in the end, let go of the copies of what it left as it was."""
-        with _under_way():
-            yield
+        yield
+        self._done = True
         for place, (buffers, old, version) in self._before.items():
             changed = buffers.get(place[1]) is not old or compat.version(old) != version
             if place not in self._changing and not changed and old is not None and not is_fake(old):
@@ -114,13 +121,13 @@ class _Buffers:
                 self._copies.pop(place, None)
 
     @contextmanager
-    def again(self) -> Generator[None, None, None]:
+    def _again(self) -> Generator[None, None, None]:
         """Around each recomputation: other tensors, since writing to those there would spoil what autograd saved."""
         now = {place: buffers.get(place[1]) for place, (buffers, _, _) in self._before.items()}
         for place, (buffers, old, _) in self._before.items():
             buffers[place[1]] = _copied(self._copies[place]) if place in self._copies else old
         try:
-            with default_dtype(self._dtype), _under_way():
+            with default_dtype(self._dtype):
                 yield
         finally:
             for place, (buffers, _, _) in self._before.items():
@@ -136,31 +143,8 @@ def _under_way() -> Generator[None, None, None]:
         _running.on = before
 
 
-class _Within:
-    """Within both contexts; torch enters it for every backward pass through the graph.
-
-    The buffers' own comes first: the mode of selective checkpointing allows no operator that the forward had not.
-    """
-
-    def __init__(self, buffers: Callable[[], AbstractContextManager[None]], mode: AbstractContextManager[Any]) -> None:
-        self._buffers, self._mode = buffers, mode
-
-    def __enter__(self) -> None:
-        self._entered = ExitStack()
-        self._entered.enter_context(self._buffers())
-        self._entered.enter_context(self._mode)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-
 def _copied(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
-
-
-def _contexts(buffers: _Buffers, save_ops: frozenset[str] | None) -> tuple[_Within, _Within]:
-    first, again = (nullcontext(), nullcontext()) if save_ops is None else _selective_contexts(save_ops)
-    return _Within(buffers.first, first), _Within(buffers.again, again)
 
 
 def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:
@@ -181,18 +165,15 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
         if not _overloads(name):
             fix = did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
             faults.add(f"save_ops {name!r}", fix=fix)
-    outermost: dict[int, nn.Module] = {}
-    covered: list[str] = []
+    outermost, covered = dict[nn.Module, None](), list[str]()
     for name, module in named:
         if any(name.startswith(f"{above}.") for above in covered):
             continue
         if any(matches(pattern, name, module) for pattern in config.patterns):
             covered.append(name)
-            for inner, part in module.named_modules(prefix=name):
-                if part is module or not isinstance(part, torch.jit.ScriptModule):  # within, those are left alone
-                    check_changeable(inner, part, "checkpointing", faults)
-            outermost.update((id(called), called) for called in called_in(module))
-    return list(outermost.values())[:: config.every]
+            check_changeable(name, module, "checkpointing", faults)
+            outermost.update(dict.fromkeys(called_in(module)))
+    return list(outermost)[:: config.every]
 
 
 def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> ExitStack:
@@ -200,28 +181,21 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
     applied = ExitStack()
     ops = config.save_ops or DEFAULT_SAVE_OPS
     names = None if config.mode == "full" else frozenset(chain.from_iterable(map(_overloads, ops)))
-    state = CheckpointState(names, config.preserve_rng)
-    chosen = list(modules)
-    for module, each in [*((module, state) for module in chosen), *_iterated(chosen, state)]:
-        swap_in(module, CheckpointedForward, _lmp_checkpoint=each)
-        applied.callback(swap_out, module, CheckpointedForward)
+    for module in modules:
+        # code may iterate over a Sequential and never call it: what is in it stands for it then
+        for part in dict.fromkeys((module, *called_in(module, through_sequential=True))):
+            if not isinstance(part, torch.jit.ScriptModule):
+                state = CheckpointState(names, config.preserve_rng, in_container=part is not module)
+                swap_in(part, CheckpointedForward, _lmp_checkpoint=state)
+                applied.callback(swap_out, part, CheckpointedForward)
     _without_cache(root, applied)
     return applied
 
 
-def _iterated(modules: Iterable[nn.Module], state: CheckpointState) -> Iterable[tuple[nn.Module, CheckpointState]]:
-    """All below: where code reaches into a module and never calls it, the outermost that it calls stand for it."""
-    for module in modules:
-        children = (child for child in module.children() if not isinstance(child, torch.jit.ScriptModule))
-        inner = list({id(called): called for child in children for called in called_in(child)}.values())
-        yield from ((one, replace(state, in_container=True)) for one in inner)
-        yield from _iterated(inner, state)
-
-
 def _without_cache(root: nn.Module, applied: ExitStack) -> None:
     """Key-value caches are filled again by the recomputation, and would be filled twice."""
-    configs = {id(module.config): module.config for module in root.modules() if hasattr(module, "config")}
-    for config in cast("Iterable[Any]", configs.values()):
+    for module in root.modules():
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False
             applied.callback(setattr, config, "use_cache", True)

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.compat import torchao
 from lightning_mp.compat.transformers import conv1d
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, counted
 from lightning_mp.modules.patterns import (
     Swapped,
+    is_plain_linear,
     matches,
     named_submodules,
     no_match,
     original_class,
     owners,
-    swap_in,
-    swap_out,
+    swap_all,
 )
-from lightning_mp.numerics.dtypes import is_plain
 from lightning_mp.policy import FP8
 
 
@@ -80,7 +77,7 @@ def select(
         # also where this rank holds a part of it
         shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
         reasons = (
-            ("kind", not _is_plain_linear(module)),
+            ("kind", not is_plain_linear(module)),
             ("pinned", id(module) in pins),
             ("skip", name not in wanted or name in skipped),
             ("tied", id(weight) in tied),
@@ -94,12 +91,10 @@ def select(
         if reason is None:
             chosen.append(module)
     if not chosen:
-        why = {layer.reason for layer in layers}
-        small = "write FP8(small='convert') to convert small layers too, which is slower than bf16, or "
-        odd = f"round dimensions up to a multiple of {rule.multiple}, or "
-        fix = f"{small if 'size' in why else ''}{odd if 'shape' in why else ''}use precision='bf16-mixed'"
-        given = f"precision='fp8-mixed' on a model of which nothing can be converted: {'; '.join(table(layers))}"
-        faults.add(given if layers else f"{given}it has no Linear", fix=fix)
+        listed = "; ".join(table(layers)) or "it has no Linear"
+        fix = f"convert small ones by FP8(small='convert'), round dimensions up to a multiple of {rule.multiple}"
+        given = f"precision='fp8-mixed' on a model of which nothing can be converted: {listed}"
+        faults.add(given, fix=f"{fix}, or use precision='bf16-mixed'")
     return layers, chosen
 
 
@@ -118,16 +113,6 @@ def _covered(named: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) ->
         if name.rpartition(".")[0] in covered or any(matches(pattern, name, module) for pattern in patterns):
             covered.add(name)
     return covered
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling it is what computes with its weight, and as ``nn.Linear`` does."""
-    kind = original_class(module)
-    # MultiheadAttention reads the weight of its projection and never calls it.
-    other = kind.forward is not nn.Linear.forward or issubclass(kind, NonDynamicallyQuantizableLinear)
-    weight = cast("Tensor", module.weight)
-    plain = not is_lazy(weight) and is_plain(weight.to_local() if isinstance(weight, DTensor) else weight)
-    return plain and not other and "forward" not in module.__dict__
 
 
 def _adapters(root: nn.Module) -> set[int]:
@@ -153,8 +138,8 @@ def summary(layers: Sequence[FP8Layer]) -> str:
     """``12 of 14 layers in fp8; left: 1 size, 1 skip``."""
     reasons = [layer.reason for layer in layers if layer.reason]
     left = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
-    many = f"{len(layers)} layer{'s' * (len(layers) != 1)}"
-    return f"{len(layers) - len(reasons)} of {many} in fp8" + (f"; left in bf16: {left}" if left else "")
+    converted = f"{len(layers) - len(reasons)} of {counted(len(layers), 'layer')} in fp8"
+    return f"{converted}; left in bf16: {left}" if left else converted
 
 
 # ------------------------------------------------------------------ running
@@ -230,29 +215,10 @@ def is_converted(module: nn.Module) -> bool:
     return module.__dict__.get("_lmp_fp8") is not None
 
 
-class Conversion:
-    """What is converted of a model for one run, and the way back."""
-
-    def __init__(self, root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults) -> None:
-        torchao.require()
-        self.rule = rule
-        #: every Linear, Conv1D and weight of experts, once
-        self.layers, modules = select(root, rule, pinned, faults)
-        #: the converted layers of the run by name
-        self.converted = dict(zip((layer.name for layer in self.layers if layer.converted), modules, strict=True))
-        #: what has the stage of the Trainer's run as ``stage``, and that of training
-        self.stages: tuple[Any, Any] | None = None
-
-    def apply(self, dtype: torch.dtype, device_type: str) -> None:
-        """Convert in place; parameters stay what they are. ``dtype`` is autocast's."""
-        product = torchao.product(self.rule.recipe, emulate=self.rule.emulate)
-        evaluate = self.rule.evaluate == "fp8"
-        running = Running(product, self.rule.multiple, dtype, device_type, self.stages, evaluate)
-        for module in self.converted.values():
-            swap_in(module, FP8Forward, _lmp_fp8=running)
-
-    def undo(self) -> None:
-        """Give the layers their own forward back."""
-        for module in self.converted.values():
-            swap_out(module, FP8Forward)
-        self.converted = {}
+def apply(
+    modules: Iterable[nn.Module], rule: FP8, dtype: torch.dtype, device_type: str, stages: tuple[Any, Any] | None = None
+) -> Callable[[], None]:
+    """Convert in place, and return what undoes it; parameters stay what they are. ``dtype`` is autocast's."""
+    product = torchao.product(rule.recipe, emulate=rule.emulate)
+    running = Running(product, rule.multiple, dtype, device_type, stages, rule.evaluate == "fp8")
+    return swap_all(modules, FP8Forward, _lmp_fp8=running)

@@ -6,9 +6,8 @@ Those that their module's forward hands to a product that autocast casts for, le
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from lightning_mp.compat.torch import NO_TORCH_FUNCTION, as_wrapper
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.errors import PlanError
 from lightning_mp.modules import fp8
-from lightning_mp.modules.patterns import original_class
+from lightning_mp.modules.patterns import Place, original_class, owners
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import dtype_name, floating_in, is_plain
 from lightning_mp.policy import PrecisionPolicy
@@ -30,47 +29,29 @@ _DORA = "lora_magnitude_vector"
 _FORWARDS = ("forward", "_conv_forward")
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """One parameter, and why it is not computed with in half precision alone; ``None`` where it is."""
+class Weight(NamedTuple):
+    """A parameter that is computed with in half precision alone, and where modules hold it."""
 
     name: str
     tensor: Tensor
-    #: where modules hold it
-    places: tuple[tuple[nn.Module, str], ...]
-    reason: str | None
+    places: list[Place]
 
 
 def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[Weight]:
-    """Every parameter of ``root``, once; before or after it is sharded."""
+    """Every such parameter of ``root``, once; before or after it is sharded."""
+    if not policy.mixed:
+        return []
     dora = (module for module in root.modules() if getattr(module, _DORA, None))
-    special = {id(part): "read by DoRA" for module in dora for part in module.modules()}
-    special |= {id(module): "computed with in FP8" for module in root.modules() if fp8.is_converted(module)}
-    special |= {id(member.module): "pinned" for member in pin_map.members}
-    special |= {id(one.module): "pinned" for one in pin_map.wide if one.pin.dtype != policy.compute_dtype}
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for key, tensor in module.named_parameters(recurse=False):
-            places.setdefault(id(tensor), []).append((module, key))
-    whole = None if policy.mixed else "computed with as stored"
+    wide = [member for member in pin_map.wide if member.pin.dtype != policy.compute_dtype]
+    others = {member.module for member in (*pin_map.members, *wide)}
+    others |= {part for module in dora for part in module.modules()} | set(filter(fp8.is_converted, root.modules()))
+    places = owners(root)
     return [
-        Weight(name, tensor, tuple(own), whole or _reason(tensor, own, special))
+        Weight(name, tensor, places[id(tensor)])
         for name, tensor in root.named_parameters()
-        for own in [places[id(tensor)]]
+        if (is_plain(tensor) or hasattr(tensor, "to_local")) and tensor.is_floating_point()
+        if all(module not in others and key in _keys(module) for _, module, key in places[id(tensor)])
     ]
-
-
-def _reason(tensor: Tensor, places: list[tuple[nn.Module, str]], special: dict[int, str]) -> str | None:
-    reason = next((special[id(module)] for module, _ in places if id(module) in special), None)
-    if reason is not None:
-        return reason
-    if not (is_plain(tensor) or hasattr(tensor, "to_local")) or not tensor.is_floating_point():
-        return "a tensor class of its own"
-    others = [(module, key) for module, key in places if key not in _keys(module)]
-    if not others:
-        return None
-    kind = original_class(others[0][0]).__name__
-    return f"tied to {kind}.{others[0][1]}" if len(others) < len(places) else kind
 
 
 def multiplies(module: nn.Module) -> bool:

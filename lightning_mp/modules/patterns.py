@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import cache, reduce, wraps
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_mp.compat.torch import WRAPPERS
 from lightning_mp.errors import Faults, did_you_mean
+from lightning_mp.numerics.dtypes import is_plain
 
 #: the word for every normalization; also a pattern like any other
 NORMS = "norms"
@@ -29,6 +33,15 @@ def is_norm(module: nn.Module) -> bool:
     if not (owns or cls.__module__.startswith("torch.nn.")) or not any(_NORM.search(c.__name__) for c in cls.__mro__):
         return False
     return all(is_norm(child) or next(child.parameters(), None) is None for child in module.children())
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling it is what computes with its weight, one of torch's own, and as ``nn.Linear`` does."""
+    cls, weight = original_class(module), cast("nn.Parameter", getattr(module, "weight", None))
+    # an attention reads the weight of its output projection without calling it
+    if cls.forward is not nn.Linear.forward or issubclass(cls, NonDynamicallyQuantizableLinear) or is_lazy(weight):
+        return False
+    return "forward" not in vars(module) and (is_plain(weight) or hasattr(weight, "to_local"))
 
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -121,20 +134,14 @@ class Swapped:
     #: attributes of the instance that go with the mix-in
     lmp_state: tuple[str, ...] = ()
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, innermost: what was set on the instance, as Liger does, else its class's."""
+        own = self.__dict__.get("_lmp_forward")
+        return cast("Any", super()).forward(*args, **kwargs) if own is None else own(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time and cannot be found by name: rebuild it from those that can.
         return _rebuild, _layers(type(self)), cast("Any", super().__reduce_ex__(2))[2]
-
-
-class OwnForward(Swapped):
-    """Runs the ``forward`` that was set on the instance (by Liger's patches, or ``torch.compile(module.forward)``)."""
-
-    _lmp_forward: Callable[..., Any]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What was set, else the class's own."""
-        own = self.__dict__.get("_lmp_forward")
-        return cast("Any", super()).forward(*args, **kwargs) if own is None else own(*args, **kwargs)
 
 
 def _anchor(base: type[nn.Module]) -> tuple[type, ...]:
@@ -153,12 +160,10 @@ def _anchor(base: type[nn.Module]) -> tuple[type, ...]:
 
 @cache
 def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return cast("Any", mixin).forward(self, *args, **kwargs)
-
-    layers, original = _layers(base)
+    forward, (layers, original) = cast("FunctionType", mixin.forward), _layers(base)
+    own = FunctionType(forward.__code__, forward.__globals__, closure=forward.__closure__)
     namespace = {
-        "forward": wraps(base.forward)(forward),  # code that inspects the signature sees the module's own
+        "forward": wraps(base.forward)(own),  # code that inspects the signature sees the module's own
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -198,12 +203,9 @@ def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False,
     vars(module).update(state)
     if isinstance(module, mixin):
         return
-    if "forward" in vars(module) and mixin is not OwnForward:  # else it would be called in place of the class's
+    if "forward" in vars(module):  # else it would be called in place of the class's
         vars(module)["_lmp_forward"] = vars(module).pop("forward")
-        swap_in(module, OwnForward, innermost=True)
     mixins, base = _layers(type(module)) if innermost else ((), type(module))
-    if mixins[:1] == (OwnForward,):
-        mixins, mixin = (mixin, *mixins[1:]), OwnForward
     module.__class__ = _combined((mixin, *mixins), base)
 
 
@@ -218,10 +220,18 @@ def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
         return
     mixins, base = _layers(type(module))
     left = [layer for layer in mixins if layer is not mixin]
-    if left == [OwnForward]:
-        left = []
+    if not left and "_lmp_forward" in vars(module):
         vars(module)["forward"] = vars(module).pop("_lmp_forward")
     module.__class__ = _combined(left, base)
+
+
+def swap_all(modules: Iterable[nn.Module], mixin: type[Swapped], **options: Any) -> Callable[[], None]:
+    """:func:`swap_in` for each of ``modules``; calling the result swaps them out again."""
+    undo = ExitStack()
+    for module in modules:
+        swap_in(module, mixin, **options)
+        undo.callback(swap_out, module, mixin)
+    return undo.close
 
 
 def call_with_original_classes(root: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,8 @@ def is_remote(parameter: Tensor) -> bool:
 
 def free_remote(name: str, module: nn.Module, local: Container[str], device: torch.device) -> None:
     """Free each of ``module``'s own parameters whose key is not in ``local``; lacking one, it raises when called."""
-    remote = [one for key, one in module.named_parameters(recurse=False) if key not in local and not is_remote(one)]
+    own = module.named_parameters(recurse=False)
+    remote = [parameter for key, parameter in own if key not in local and not is_remote(parameter)]
     for parameter in remote:
         # one number in memory, seen everywhere
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -1,5 +1,6 @@
 """Batch norms that take their statistics over all processes, by class swap: names, pins and hooks stay."""
 
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from lightning_mp.compat.torch import is_batch_norm
 from lightning_mp.errors import Faults
-from lightning_mp.modules.patterns import Swapped, named_submodules, original_class, swap_in, swap_out
+from lightning_mp.modules.patterns import Swapped, named_submodules, original_class, swap_all
 
 
 class SyncedForward(Swapped):
@@ -61,25 +62,15 @@ def _normalize(module: Any, given: Tensor) -> Tensor:
 
 def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
     """The batch norms below ``root``; those whose class does more in its forward than normalize are noted."""
-    norms: dict[int, nn.Module] = {}
-    for name, module in named_submodules(root):
-        if not is_batch_norm(module):
-            continue
-        norms[id(module)] = module
+    norms = {module: name for name, module in named_submodules(root) if is_batch_norm(module)}
+    for module, name in norms.items():
         own = original_class(module)
         if own.forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
             given = f"sync_batchnorm=True with {name!r}, a {own.__name__}, whose forward does more than normalize"
             faults.add(given, fix="synchronize it in the module (timm: timm.layers.convert_sync_batchnorm), without it")
-    return list(norms.values())
+    return list(norms)
 
 
-def apply(modules: list[nn.Module]) -> None:
-    """Synchronize ``modules``, in place."""
-    for module in modules:
-        swap_in(module, SyncedForward, innermost=True, _lmp_synced=True)
-
-
-def remove(modules: list[nn.Module]) -> None:
-    """Give ``modules`` their own forward back."""
-    for module in modules:
-        swap_out(module, SyncedForward)
+def apply(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Synchronize ``modules``, in place, and return what undoes it."""
+    return swap_all(modules, SyncedForward, innermost=True, _lmp_synced=True)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.errors import Faults
-from lightning_mp.modules.patterns import Swapped, original_class
-from lightning_mp.numerics.dtypes import uncastable
+from lightning_mp.modules.patterns import Swapped, is_plain_linear, original_class
 
 
 class Wide(NamedTuple):
@@ -30,7 +29,7 @@ class WideForward(Swapped):
             return cast("Any", super()).forward(input)
         weight, bias = cast("nn.Linear", self).weight, cast("Tensor | None", cast("Any", self).bias)
         with torch.autocast(wide.device_type, enabled=False):
-            operands = (None if one is None else one.to(wide.dtype) for one in (input, weight, bias))
+            operands = (None if tensor is None else tensor.to(wide.dtype) for tensor in (input, weight, bias))
             return cast("Any", WideProduct).apply(*operands)
 
 
@@ -60,9 +59,6 @@ class WideProduct(torch.autograd.Function):
 
 def check(name: str, module: nn.Module, pattern: str, faults: Faults) -> None:
     """Note a module whose forward is not the product of a Linear with a weight of torch's own."""
-    cls = original_class(module)
-    plain = issubclass(cls, nn.Linear) and cls.forward is nn.Linear.forward and "forward" not in vars(module)
-    # an attention reads the weight of its output projection without calling it
-    if not plain or issubclass(cls, nn.modules.linear.NonDynamicallyQuantizableLinear) or uncastable(module):
-        given = f"pin {pattern!r} with accumulate='fp32' on {name!r}, a {cls.__name__}"
+    if not is_plain_linear(module):
+        given = f"pin {pattern!r} with accumulate='fp32' on {name!r}, a {original_class(module).__name__}"
         faults.add(given, allowed="a plain nn.Linear", fix="name Linear layers, or leave accumulate out")

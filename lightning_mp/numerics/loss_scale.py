@@ -119,8 +119,8 @@ class LossScaler(GradScaler):
         self.config = rule = config or LossScaling.static(1.0)
         factors = rule.init_scale, rule.growth_factor, rule.backoff_factor, rule.growth_interval
         super().__init__("cpu", *factors, enabled=self.enabled)
-        #: scale and counters: on the device once training has begun, Python numbers before
-        self.state, self._floor = init(rule), rule.floor
+        self._floor = rule.floor
+        self._set_state(init(rule, "cpu"))
         self._on_step = on_step
         #: reduces a flag in place, by its maximum over ranks
         self.sync: Callable[[Tensor], None] | None = None
@@ -144,13 +144,13 @@ class LossScaler(GradScaler):
     # ------------------------------------------------------------------ the state
 
     def place(self, device: torch.device | str | None = None) -> LossScaleState:
-        """The state as 0-d tensors on ``device``; without one where it is, on the CPU at first."""
-        scale = self.state.scale
-        if not isinstance(scale, Tensor) or (device is not None and scale.device != torch.device(device)):
-            self._set_state(place(self.state, device or "cpu"))
+        """The state on ``device``; without one where it is, on the CPU at first."""
+        if device is not None and cast("Tensor", self.state.scale).device != torch.device(device):
+            self._set_state(place(self.state, device))
         return self.state
 
     def _set_state(self, state: LossScaleState) -> None:
+        #: scale and counters, 0-d tensors
         self.state = state
         compat.set_scale(self, cast("Tensor", state.scale), cast("Tensor", state.growth_tracker))
 
@@ -184,14 +184,12 @@ class LossScaler(GradScaler):
         """Resume from a checkpoint (this package's or ``GradScaler``'s); the rule itself stays the one declared."""
         if not state_dict:
             return
-        rule, before, scale = self.config, self.state.scale, self.config.init_scale
+        rule, device, scale = self.config, cast("Tensor", self.state.scale).device, self.config.init_scale
         if rule.dynamic:
             scale = min(max(float(state_dict["scale"]), rule.min_scale), rule.max_scale or math.inf)
         tracker = min(int(state_dict.get(compat.GROWTH_TRACKER, 0)), rule.growth_interval - 1)
         left = min(max(int(state_dict.get("hysteresis_left", rule.hysteresis)), 1), rule.hysteresis)
-        self.state = LossScaleState(scale, max(tracker, -rule.growth_delay), left)
-        if isinstance(before, Tensor):
-            self.place(before.device)
+        self._set_state(place(LossScaleState(scale, max(tracker, -rule.growth_delay), left), device))
 
     def _set_rule(self, name: str, value: float) -> None:
         """Change the rule from the next update on, as torch's setters do."""

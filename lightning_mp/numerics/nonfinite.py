@@ -72,12 +72,9 @@ def from_gradients(
     root: nn.Module, gradient_of: Callable[[Any], Tensor | None] = lambda parameter: parameter.grad
 ) -> Origin | None:
     """The best guess from the gradients alone: the last parameter in definition order whose gradient is non-finite."""
-    found: Origin | None = None
-    for name, parameter in root.named_parameters():
-        gradient = gradient_of(parameter)
-        if gradient is not None and not _finite(gradient):
-            found = Origin(name.rpartition(".")[0], name, "backward")
-    return found
+    gradients = ((name, gradient_of(parameter)) for name, parameter in root.named_parameters())
+    bad = [name for name, gradient in gradients if gradient is not None and not _finite(gradient)]
+    return Origin(bad[-1].rpartition(".")[0], bad[-1], "backward") if bad else None
 
 
 class _Watch:

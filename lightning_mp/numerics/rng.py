@@ -92,13 +92,10 @@ class Stream:
     @contextmanager
     def drawn(self) -> Generator[None, None, None]:
         """Within it this stream is drawn from; afterwards the generators are where they were."""
-        around = _torch_state(self._device)
-        if self._reached is not None:
-            _set_torch_state(self._reached, self._device)
-        elif self._number:
-            torch.manual_seed(int(torch.randint(2**62, ())) + self._number)
-        try:
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            if self._reached is not None:
+                _set_torch_state(self._reached, self._device)
+            elif self._number:
+                torch.manual_seed(int(torch.randint(2**62, ())) + self._number)
             yield
-        finally:
             self._reached = _torch_state(self._device)
-            _set_torch_state(around, self._device)

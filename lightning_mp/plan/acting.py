@@ -1,19 +1,20 @@
 """The callbacks that change a project on stock plugins, and undo it: TF32, pins and checkpointing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy, rank_zero_info
+from lightning_mp.compat.lightning import LightningModule, Trainer, check_copy
 from lightning_mp.compat.torch import backward_traced_outside_autocast
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.patterns import call_with_original_classes
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, has_tf32, set_tf32, tf32_refusal
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, describe
+from lightning_mp.plan import for_strategy
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.skip_aware import Override
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
@@ -75,19 +76,14 @@ class EnableTF32(ActingCallback):
 
     def __init__(self, setting: str = "high") -> None:
         super().__init__()
-        self.setting = PrecisionPolicy(precision="32-true", tf32=setting).tf32 or "high"
+        self._policy = PrecisionPolicy(precision="32-true", tf32=setting)
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
         """Set TF32 where the device has it."""
-        device = trainer.strategy.root_device
-        if not has_tf32(device):
-            rank_zero_info(f"EnableTF32({self.setting!r}) changes nothing on {device.type}: it has no TF32")
-            return None
-        refused = tf32_refusal()
-        if refused is not None:
-            faults.add(refused[0], fix=refused[1])
+        device = describe(trainer.strategy.root_device)
+        for_strategy.check_device(self._policy, device, faults)
         faults.raise_if_any()
-        return set_tf32(self.setting)
+        return for_strategy.switch_tf32(self._policy, device)
 
 
 class DtypePinning(ActingCallback):
@@ -147,18 +143,9 @@ class ActivationCheckpointing(ActingCallback):
 
     plan_field = "checkpointing"
 
-    def __init__(
-        self,
-        modules: Any,
-        *,
-        mode: Literal["full", "selective"] = "full",
-        every: int = 1,
-        save_ops: Iterable[str] | None = None,
-        preserve_rng: bool = True,
-    ) -> None:
+    def __init__(self, modules: Any, **options: Any) -> None:
         super().__init__()
-        ops = None if save_ops is None else tuple(save_ops)
-        self.config = Checkpointing(modules=modules, mode=mode, every=every, save_ops=ops, preserve_rng=preserve_rng)
+        self.config = Checkpointing(modules=modules, **options)
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
         """Checkpoint the activations of the matching modules."""

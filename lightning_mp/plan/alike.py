@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -15,16 +15,6 @@ from lightning_mp.compat.torch_sharding import FSDP1_ROOT, left_out_by_ddp
 from lightning_mp.errors import Fault, Faults
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """What a rank is about to run; ``device`` is not compared, and told where ``auto`` was decided by it."""
-
-    plan: str
-    tensors: list[str]
-    faults: list[Fault]
-    device: str = field(repr=False)
-
-
 def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, faults: Faults) -> None:
     """Note on every rank, in place of what each noted by itself, where they differ; called by all of them.
 
@@ -32,10 +22,27 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
     """
     if not dist.is_initialized():  # a plan that is checked without a run
         return
-    mine = Rank(plan, list(_described(module)), faults.found, auto_on)
-    ranks = apart(hashlib.sha256(repr(mine).encode()).digest(), device, mine=mine)
-    if ranks:  # what a rank cannot run may follow from another plan or module
-        faults.found[:] = _plans(ranks) or _modules(type(module).__name__, ranks) or _faults(ranks)
+    mine = plan, list(_described(module)), faults.found
+    where = f" for {auto_on}" if auto_on else ""
+    ranks = apart(hashlib.sha256(repr(mine).encode()).digest(), device, mine=(*mine, where))
+    if not ranks:
+        return
+    plans, tensors, found, devices = zip(*ranks, strict=True)
+    places = (place for place in zip_longest(*tensors, fillvalue="nothing more") if len(set(place)) > 1)
+    # what a rank cannot run may follow from another plan or module
+    if len(set(plans)) > 1:
+        shown = _by_rank([f"{plan}{on}" for plan, on in zip(plans, devices, strict=True)])
+        fix = "give every rank the same, not 'auto' where devices differ"
+        faults.found[:] = [Fault(f"the plan differs between ranks: it is {shown}", fix=fix)]
+    elif differing := next(places, None):
+        given = f"{type(module).__name__} differs between ranks: it has {_by_rank(differing)}"
+        faults.found[:] = [Fault(given, fix="make the same module on every rank, and freeze the same parameters")]
+    else:
+        holders = {fault: [rank for rank, own in enumerate(found) if fault in own] for own in found for fault in own}
+        faults.found[:] = [
+            fault if len(held) == len(found) else replace(fault, problem=f"{fault.problem}, on rank {held[0]}")
+            for fault, held in holders.items()
+        ]
 
 
 def apart(numbers: Iterable[int], device: torch.device, group: Any = None, *, mine: Any = None) -> list[Any]:
@@ -64,40 +71,5 @@ def _described(module: nn.Module) -> Iterator[str]:
             yield f"{name!r}{shape} in {str(tensor.dtype).removeprefix('torch.')}{meta}, {kind},"
 
 
-def _plans(ranks: Sequence[Rank]) -> list[Fault]:
-    if len({rank.plan for rank in ranks}) == 1:
-        return []
-    shown = _by_rank([f"{rank.plan} for {rank.device}" if rank.device else rank.plan for rank in ranks])
-    if any(rank.device for rank in ranks):
-        given = f"precision='auto' differs between ranks: it is {shown}"
-        return [Fault(given, fix="give every rank the one that all of these devices can run")]
-    return [Fault(f"the plan differs between ranks: {shown}", fix="give every rank the same")]
-
-
-def _modules(name: str, ranks: Sequence[Rank]) -> list[Fault]:
-    for places in zip_longest(*(rank.tensors for rank in ranks), fillvalue="nothing more"):
-        if len(set(places)) > 1:
-            given = f"{name} differs between ranks: it has {_by_rank(places)}"
-            return [Fault(given, fix="make the same module on every rank, and freeze the same parameters")]
-    return []
-
-
-def _faults(ranks: Sequence[Rank]) -> list[Fault]:
-    merged: list[Fault] = []
-    for fault in dict.fromkeys(fault for rank in ranks for fault in rank.faults):
-        holding = [number for number, rank in enumerate(ranks) if fault in rank.faults]
-        everywhere = len(holding) == len(ranks)
-        merged.append(fault if everywhere else replace(fault, problem=f"{fault.problem}, on {_named(holding)}"))
-    return merged
-
-
 def _by_rank(values: Sequence[str]) -> str:
-    numbers: dict[str, list[int]] = {}
-    for number, value in enumerate(values):
-        numbers.setdefault(value, []).append(number)
-    return "; ".join(f"{value} on {_named(held)}" for value, held in numbers.items())
-
-
-def _named(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - 4} others" if len(numbers) > 4 else ""
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:4]))}{more}"
+    return "; ".join(f"{value} on rank {values.index(value)}" for value in dict.fromkeys(values))

@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from html import escape
-from math import inf
 from textwrap import fill
 
 from torch import nn
 
 from lightning_mp.errors import Faults, counted
 from lightning_mp.modules import checkpointing, fp8, pins
-from lightning_mp.policy import NonFinite, PrecisionPolicy
+from lightning_mp.policy import LossScaling, NonFinite, PrecisionPolicy
 
 #: columns that the text of a row may take
 WIDTH = 96
@@ -29,7 +29,7 @@ def rows(
     if policy.fp8 is not None and module is not None and not layers:
         covered = [member.module for member in pins.resolve(module, policy.pins, Faults()).covered]
         layers = fp8.select(module, policy.fp8, covered, Faults())[0]
-    found: Rows = [
+    table: Rows = [
         ("precision", policy.precision),
         ("stored", _stored(policy)),
         ("computed", _computed(policy)),
@@ -37,16 +37,16 @@ def rows(
         *([("fp8", f"{policy.fp8.recipe}: {policy.fp8}")] if policy.fp8 else []),
         *(("", line) for line in ([fp8.summary(layers), *fp8.table(layers)] if layers else ())),
         *_pins(policy, module),
-        ("loss scaling", _loss_scaling(policy)),
-        ("non-finite", _nonfinite(policy.nonfinite)),
+        ("loss scaling", _written(policy.loss_scaling)),
+        ("non-finite", _written(policy.nonfinite)),
         ("TF32", "torch's own setting" if policy.tf32 is None else repr(policy.tf32)),
         ("checkpointing", _checkpointing(policy, module)),
     ]
-    return found if strategy is None else [*found, ("strategy", strategy)]
+    return table if strategy is None else [*table, ("strategy", strategy)]
 
 
 def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
-    pin_map, found = pins.PinMap((), ()), Rows()
+    pin_map, table = pins.PinMap((), ()), Rows()
     if module is not None:
         pin_map = pins.resolve(module, policy.pins, Faults(), policy.storage_dtype)
     for pin in policy.pins:
@@ -54,19 +54,19 @@ def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
         output = "" if pin.output is None else f", output {pin.output}"
         output += " operands, sum and result fp32" if pin.accumulate else ""
         count = "" if module is None else f": {_counted(names)}"
-        found.append(("pin", f"{pin.pattern!r} {pin.dtype}{output}{count}"))
-    for pattern, model in dict.fromkeys((one.pattern, one.model) for one in pin_map.declared):
-        names = dict.fromkeys(one.name for one in pin_map.declared if one.pattern == pattern)
-        found.append(("pin", f"{pattern!r} fp32, as {model} declares: {_counted(list(names))}"))
-    return found or [("pins", "none")]
+        table.append(("pin", f"{pin.pattern!r} {pin.dtype}{output}{count}"))
+    for pattern, model in dict.fromkeys((tensor.pattern, tensor.model) for tensor in pin_map.declared):
+        names = dict.fromkeys(tensor.name for tensor in pin_map.declared if tensor.pattern == pattern)
+        table.append(("pin", f"{pattern!r} fp32, as {model} declares: {_counted(list(names))}"))
+    return table or [("pins", "none")]
 
 
 def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:
     rule = policy.checkpointing
     if rule is None or module is None:
         return "none" if rule is None else repr(rule)
-    chosen = {id(found) for found in checkpointing.select(module, rule, Faults())}
-    return f"{rule}: {_counted([name for name, found in module.named_modules() if id(found) in chosen])}"
+    chosen = set(checkpointing.select(module, rule, Faults()))
+    return f"{rule}: {_counted([name for name, part in module.named_modules() if part in chosen])}"
 
 
 def _counted(names: list[str]) -> str:
@@ -87,8 +87,8 @@ def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp
         f"  {_computed(policy)}; {_stored(policy)}",
         *([f"  {'; '.join(covered)}"] if covered else []),
         *([f"  fp8 {policy.fp8.recipe}: {fp8.summary(layers)}"] if policy.fp8 else []),
-        *([f"  loss scale {_loss_scaling(policy)}"] if policy.loss_scaling else []),
-        f"  a non-finite gradient: {_nonfinite(policy.nonfinite)}",
+        *([f"  loss scaling {_written(policy.loss_scaling)}"] if policy.loss_scaling else []),
+        f"  non-finite {_written(policy.nonfinite)}",
     ]
     return [line if len(line) <= 160 else f"{line[:159]}…" for line in lines]
 
@@ -122,28 +122,7 @@ def _computed(policy: PrecisionPolicy) -> str:
     return f"everything {policy.compute_dtype}"
 
 
-def _loss_scaling(policy: PrecisionPolicy) -> str:
-    rule = policy.loss_scaling
-    if rule is None:
-        return "torch's rule, where the mode is fp16" if policy.precision == "auto" else "none"
-    if not rule.dynamic:
-        return f"{rule.init_scale:g}, fixed; a step that overflows is skipped"
-    overflows = "an overflow" if rule.hysteresis == 1 else f"{rule.hysteresis} overflows"
-    in_a_row = " in a row" if rule.consecutive_hysteresis and rule.hysteresis > 1 else ""
-    floor = {"hold": "held there", "raise": "an overflow there raises"}[rule.at_min]
-    least = f"; at least {rule.min_scale:g}, {floor}" if rule.min_scale else ""
-    most = "" if rule.max_scale in (None, inf) else f"; at most {rule.max_scale:g}"
-    return (
-        f"{rule.init_scale:g} at first, x{rule.growth_factor:g} after {rule.growth_interval} clean steps, "
-        f"x{rule.backoff_factor:g} after {overflows}{in_a_row}{least}{most}"
-    )
-
-
-def _nonfinite(rule: NonFinite) -> str:
-    then = "raise" if rule.on_budget == "raise" else "bring the last good checkpoint back"
-    done = {
-        "skip": f"the step is skipped; more than {rule.max_consecutive} in a row {then}",
-        "raise": "the first one raises",
-        "ignore": "the step is applied, as in stock Lightning",
-    }[rule.action]
-    return f"{done}; its batch is saved" if rule.save_batch else done
+def _written(rule: LossScaling | NonFinite | None) -> str:
+    """Every field of ``rule`` that is not off, its defaults too."""
+    on = {} if rule is None else {name: value for name, value in asdict(rule).items() if value}
+    return ", ".join(f"{name}={value!r}" for name, value in on.items()) or "none"

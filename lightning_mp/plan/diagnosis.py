@@ -23,6 +23,13 @@ from lightning_mp.numerics.nonfinite import Origin
 SEARCH_SKIPS = 5
 
 
+_ADVICE = {
+    "loss": "check the loss function and the targets",
+    "after backward": "look at what changes gradients after the backward pass: hooks, and clipping of your own",
+}
+_OVERFLOWS = "; if it is finite, an operation overflows after {!r}: cast to fp32 there, or pin the module around it"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Why a run ends; ``at_min``: an overflow where the loss scale can fall no lower."""
@@ -71,20 +78,15 @@ class Diagnosis:
         origin = self.origin
         if origin is None:
             return "lower the learning rate, or clip gradients"
-        if origin.phase == "loss":
-            return "check the loss function and the targets"
-        if origin.phase == "after backward":
-            return "look at what changes gradients after the backward pass: hooks, and clipping of your own"
-        if origin.input_bad and origin.after is None:
-            return "check the data of the batch"
-        module = origin.module
-        first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
+        if origin.phase in _ADVICE:
+            return _ADVICE[origin.phase]
         if origin.input_bad:
-            first = "check the data of the batch; if it is finite, an operation overflows"
-            module = module.rpartition(".")[0]
-        if not module:  # the root, which no pin covers
-            return f"{first}: cast to fp32 there" if origin.input_bad else first
-        return f"{first}; under half precision run {module!r} in fp32: {pinning([module], under_plan=under_plan)}"
+            return "check the data of the batch" + ("" if origin.after is None else _OVERFLOWS.format(origin.after))
+        first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
+        if not origin.module:  # the root, which no pin covers
+            return first
+        pin = pinning([origin.module], under_plan=under_plan)
+        return f"{first}; under half precision run {origin.module!r} in fp32: {pin}"
 
     def error(
         self,

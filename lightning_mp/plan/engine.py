@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import rank_zero_info, trainer_of
 from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
+from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
@@ -68,14 +69,14 @@ class StepEngine(ABC):
         self.report: Callable[[Verdict], object] | None = None
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
-        #: what runs in FP8, and what does not
-        self.fp8: fp8.Conversion | None = None
+        #: what runs in FP8, what does not, and the stage of the Trainer's run, as ``stage``, with that of training
+        self.converted, self.fp8_layers = list[nn.Module](), list[fp8.FP8Layer]()
+        self.stages: tuple[Any, Any] | None = None
         #: the methods whose first call was watched
         self._watched: set[str] = set()
         self._module: nn.Module | None = None
         #: which pin covers which module; known after ``check``
         self.pin_map = pins.PinMap((), ())
-        self._places: pins.Places = []
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
@@ -95,8 +96,9 @@ class StepEngine(ABC):
         self._module = module
         self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
         if self.policy.fp8 is not None:
+            require_torchao()
             pinned = [member.module for member in self.pin_map.covered]
-            self.fp8 = fp8.Conversion(module, self.policy.fp8, pinned, faults)
+            self.fp8_layers, self.converted = fp8.select(module, self.policy.fp8, pinned, faults)
         self.manual = not getattr(module, "automatic_optimization", True)
         self._check_lstms(module, faults)
         if self.policy.checkpointing is not None:
@@ -139,13 +141,13 @@ class StepEngine(ABC):
         for tensor, values in fp32:
             if tensor.dtype != torch.float32:
                 tensor.data, tensor.grad = values, None
-        if self.synced:
-            sync_batchnorm.apply(self.synced)
-        if self.fp8 is not None:
-            self.fp8.apply(compute, self.device.type)
+        self._applied.callback(sync_batchnorm.apply(self.synced))
+        if policy.fp8 is not None:
+            undo = fp8.apply(self.converted, policy.fp8, compute, self.device.type, self.stages)
+            self._applied.callback(undo)
         pins.apply(self.pin_map, mixed=policy.mixed, compute_dtype=compute, device_type=self.device.type)
         if policy.checkpointing is not None:
-            self._applied = checkpointing.apply(module, self.recomputed, policy.checkpointing)
+            self._applied.enter_context(checkpointing.apply(module, self.recomputed, policy.checkpointing))
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
@@ -184,46 +186,38 @@ class StepEngine(ABC):
         self._next_check = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
         self._applied.close()
-        if self.fp8 is not None:
-            self.fp8.undo()
-        sync_batchnorm.remove(self.synced)
-        self.synced = []
         if self.scaler.enabled:
             self.scaler.within_run = False
         self._connected.close()
         self._module, self._loss = None, None
-        self.pin_map, self._places, self.recomputed = pins.PinMap((), ()), [], []
+        self.pin_map, self.recomputed, self.synced, self.converted = pins.PinMap((), ()), [], [], []
         self.optimizers, self.unchecked, self.pending = [], [], False
         self._parameters, self._trained = [], []
 
     # ------------------------------------------------------------------ the step
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """Around ``training_step``, after a look at which parameters were frozen or unfrozen, and modules replaced.
-
-        The first is watched: whatever computes with a pinned weight outside of its module is refused.
-
-        Raises:
-            PlanError: a pinned module was replaced in the run.
-        """
+        """Around ``training_step``, after a look at which parameters were frozen or unfrozen."""
         trained = [*map(_REQUIRES_GRAD, self._parameters)]
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
-        if self._places:
-            pins.refuse_replaced(self._places)
         return self.first_step("training_step")
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
-        """Around a step: the first of ``method`` is watched, unless the first of training was."""
+        """Around a step: the first of ``method`` is watched, unless the first of training was.
+
+        Raises:
+            PlanError: a pinned module was replaced, or something computes with a pinned weight outside of its module.
+        """
         if self._module is None or not self._watched.isdisjoint(("training_step", method)):
             return NOTHING
         self._watched.add(method)
+        pins.refuse_replaced(self._module, self.pin_map)
         return self._first_step(self._module)
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:

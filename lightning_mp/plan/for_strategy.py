@@ -109,9 +109,7 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
     elif isinstance(strategy, FSDPStrategy):
         instead = "mp_fsdp1"
     elif isinstance(strategy, ModelParallelStrategy):
-        mesh = mesh_of(strategy)
-        replicas = 1 if mesh is None else mesh["data_parallel"].size()
-        check_users_sharding(module, policy, engine.pin_map, faults, replicas=replicas)
+        check_users_sharding(module, policy, engine.pin_map, faults)
     elif isinstance(strategy, DDPStrategy):
         _check_hook(strategy, policy, faults)
     elif not isinstance(strategy, SingleDeviceStrategy):
@@ -145,26 +143,17 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
         faults.add(given, fix="remove the hook; MixedPrecisionPlan(reduce_dtype='fp16'), or 'bf16', sums in that dtype")
 
 
-def check_users_sharding(
-    module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults, *, replicas: int = 1
-) -> None:
-    """Note what ``configure_model``, or a run before, decided otherwise than the plan.
-
-    ``replicas``: ranks with data of their own, between which every gradient has to be summed.
-    """
-    pinned, wrong, whole = pin_map.dtypes(), list[str](), list[str]()
+def check_users_sharding(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
+    """Note what ``configure_model``, or a run before, decided otherwise than the plan."""
+    pinned, wrong = pin_map.dtypes(), list[str]()
     for name, parameter in module.named_parameters():
         wanted, dtype = pinned.get(id(parameter), policy.storage_dtype), parameter.dtype
         cast_to_it = dtype in TORCH_DTYPES.values() or (dtype == torch.float64 and wanted != "fp32")
-        if not hasattr(parameter.data, "to_local"):
-            whole += [name] if parameter.requires_grad and replicas > 1 else []
-        elif dtype != to_torch(wanted) and cast_to_it:  # what is sharded can no longer be cast
+        # what is sharded can no longer be cast
+        if hasattr(parameter.data, "to_local") and dtype != to_torch(wanted) and cast_to_it:
             wrong.append(f"{name!r} in {dtype}, which the plan stores in {wanted}")
     if wrong:
         faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", fix=f"{_INSTEAD}, with a new module")
-    if whole:
-        given = f"{len(whole)} trained parameters, such as {whole[0]!r}, left whole on {replicas} data-parallel ranks"
-        faults.add(given, fix=f"shard the module they are in too, or {_INSTEAD}")
     reduce_dtype = to_torch(policy.reduce_dtype)
     for name, mixed, own in sharding_compat.policies(module):
         # Without one, torch sums in the dtype that is gathered.

@@ -1,15 +1,13 @@
-"""What a plan has to know of an optimizer: its closure, whether it can step on shards, what half precision costs."""
+"""What a plan has to know of an optimizer: its closure, and whether it can step on shards."""
 
 import inspect
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.compat.lightning import rank_zero_warn
-from lightning_mp.errors import Faults, is_number
+from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
 
 #: classes by their names, in any case of letters
@@ -61,17 +59,3 @@ def parts(optimizer: Any) -> Iterator[Any]:
     for inner in vars(optimizer).values():
         if isinstance(inner, Optimizer):
             yield from parts(inner)
-
-
-def warn_of_eps(optimizer: Optimizer) -> None:
-    """Warn where an ``eps`` added to fp16 state rounds to 0 (below 2**-25); fused kernels compute in fp32."""
-    if any(
-        not group.get("fused") and 0 < group["eps"] <= 2.0**-25 and parameter.dtype is torch.float16
-        for group in optimizer.param_groups
-        if is_number(group.get("eps"))  # Adafactor has two
-        for parameter in group["params"]
-    ):
-        rank_zero_warn(
-            f"{type(optimizer).__name__}'s eps is 0 in fp16, so its first step divides by zero wherever a gradient is "
-            "small: set eps=1e-4, use fused=True, or store parameters in fp32 ('16-mixed')"
-        )

@@ -32,7 +32,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.deepspeed.merge import DeepSpeedJson, DeepSpeedNotes
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe
-from lightning_mp.plan import alike, diagnosis, for_strategy, optimizer_facts
+from lightning_mp.plan import alike, diagnosis, for_strategy
 from lightning_mp.plan.engine import NOTHING, StepEngine
 from lightning_mp.plan.run import PlanBase, Run, began, ended
 from lightning_mp.policy import PrecisionPolicy, load, precision_policy
@@ -212,8 +212,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         self, trainer: Trainer, engine: StepEngine, module: nn.Module, faults: Faults
     ) -> BadStepCallback | None:
         """What the engine has to know of the Trainer; in a fit the callback for bad steps, where the policy asks."""
-        if engine.fp8 is not None:
-            engine.fp8.stages = trainer.state, RunningStage.TRAINING
+        engine.stages = trainer.state, RunningStage.TRAINING
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         engine.synced = for_strategy.synced(trainer.strategy, module, faults)
@@ -256,8 +255,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """
         if self.engine is not None:
             self.engine.connect(model, optimizers)
-            for optimizer in optimizers:
-                optimizer_facts.warn_of_eps(optimizer)
         return model, optimizers, lr_schedulers
 
     # ------------------------------------------------------------------ forward

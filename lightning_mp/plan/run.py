@@ -72,7 +72,7 @@ class Run:
     def begin(self, engine: StepEngine, module: nn.Module) -> None:
         """Change the module, and switch off what would go past it."""
         trainer = trainer_of(module)
-        self.engine, self.fp8_layers = engine, [] if engine.fp8 is None else engine.fp8.layers
+        self.engine, self.fp8_layers = engine, engine.fp8_layers
         self.cleanup.callback(engine.release)
         self.cleanup.enter_context(backward_traced_outside_autocast())
         engine.prepare(module)
@@ -212,13 +212,13 @@ class PlanBase:
 
 def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
     """Say on rank 0 what is declared, and give it to the loggers, so that runs can be filtered by it."""
-    for line in describe.announcement(engine.policy, module, () if engine.fp8 is None else engine.fp8.layers):
+    for line in describe.announcement(engine.policy, module, engine.fp8_layers):
         rank_zero_info(line)
     if engine.policy.precision == "16-true":
         # fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
         rank_zero_info(
-            "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0; "
-            "'16-mixed' has them in fp32"
+            "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0, "
+            "as does an optimizer's eps unless it is fused (set eps=1e-4); '16-mixed' has them in fp32"
         )
     for logger in trainer.loggers:
         # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it

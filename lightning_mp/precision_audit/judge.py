@@ -80,8 +80,8 @@ def by_policy(
         if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
             pinned[id(module)] = "fp32"
     converted: Iterable[nn.Module] = ()
-    if engine and engine.fp8:
-        converted = engine.fp8.converted.values()
+    if engine:
+        converted = engine.converted
     elif policy.fp8 is not None:
         covered = [member.module for member in pin_map.covered]
         converted = fp8.select(modules[""], policy.fp8, covered, faults)[1]

@@ -31,10 +31,6 @@ USERS: dict[str, tuple[Any, tuple[str, ...]]] = {
         partial(UsersOwn, "bf16-true", (BF16, F32), {}),
         ("'net' with MixedPrecisionPolicy(", "reduce_dtype=torch.float32"),
     ),
-    "left whole": (
-        partial(UsersOwn, "32-true", (F32, F32), {"norm_alone": True}),
-        ("4 trained parameters", "'net.0.weight'"),
-    ),
     "computes otherwise": (
         partial(UsersOwn, "16-mixed", (F32, F32), {"param_dtype": torch.float16}),
         ("param_dtype=torch.float16",),

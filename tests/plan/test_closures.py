@@ -1,6 +1,5 @@
 """Optimizers that evaluate their closure again within a step: they run as under stock Lightning, unchecked."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 from conformance.optimizers import Lamb, Lion, Sam
 from lightning_mp import MixedPrecisionPlan
 from lightning_mp.errors import Faults
-from lightning_mp.plan.optimizer_facts import check_shards, evaluates_again, warn_of_eps
+from lightning_mp.plan.optimizer_facts import check_shards, evaluates_again
 from support.models import Regression
 from support.optimizers import Around, Delegating
 from support.traces import same_runs, traced
@@ -110,26 +109,3 @@ def test_which_optimizers_evaluate_their_closure_again(build: Any, again: bool) 
     if isinstance(optimizer, optim.Optimizer):
         optim.lr_scheduler.ConstantLR(optimizer)  # it wraps ``step`` on the instance
         assert evaluates_again(optimizer) == again
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "eps", "warned"),
-    [
-        (torch.optim.AdamW, torch.float16, 1e-8, True),
-        (torch.optim.Adagrad, torch.float16, 1e-10, True),
-        (torch.optim.AdamW, torch.float16, 1e-4, False),
-        (partial(torch.optim.AdamW, fused=True), torch.float16, 1e-8, False),
-        (torch.optim.AdamW, torch.bfloat16, 1e-8, False),
-        (torch.optim.AdamW, torch.float32, 1e-8, False),
-    ],
-)
-def test_an_eps_that_fp16_state_rounds_to_zero(optimizer: Any, dtype: Any, eps: float, warned: bool) -> None:
-    parameter = nn.Parameter(torch.ones(8, dtype=dtype))
-    built = optimizer([parameter], lr=1e-2, eps=eps)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_eps(built)
-    assert bool(caught) is warned
-    parameter.grad = torch.zeros_like(parameter)
-    built.step()
-    assert bool(parameter.isnan().any()) is warned

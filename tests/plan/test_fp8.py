@@ -119,8 +119,7 @@ def test_a_product_and_its_gradients_are_those_of_the_rounded_numbers(recipe: st
     torch.manual_seed(1)
     layer = nn.Linear(64, 96)
     x = torch.randn(*rows, 64, requires_grad=True)
-    conversion = fp8.Conversion(nn.Sequential(layer), FP8(recipe=recipe, small="convert"), [], Faults())
-    conversion.apply(torch.bfloat16, "cpu")
+    fp8.apply([layer], FP8(recipe=recipe, small="convert"), torch.bfloat16, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
         output = layer(x)
     gradient = torch.randn_like(output)

@@ -98,8 +98,8 @@ def _after_a_newer_switch(owner: str) -> tuple[str, bool]:
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # pyright: ignore[reportAttributeAccessIssue]
     before = readings()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_mp.plan.plan.describe", lambda _: Device("cuda", "NVIDIA A100", (8, 0)))
-        patch.setattr("lightning_mp.plan.acting.has_tf32", lambda _: True)
+        for module in ("plan", "acting"):
+            patch.setattr(f"lightning_mp.plan.{module}.describe", lambda _: Device("cuda", "NVIDIA A100", (8, 0)))
         with pytest.raises(PlanError) as refused:
             fit(Regression(), **OWNERS[owner]("high"))
     return str(refused.value), readings() == before

@@ -132,7 +132,6 @@ class OwnSharding(Ranked):
 
     def __init__(self, dtype: Any, norm_dtype: Any, **policy: Any) -> None:
         super().__init__()
-        self.norm_alone = policy.pop("norm_alone", False)
         self.policy, self.done = policy, False
         self.net.to(dtype)
         self.net[1].to(norm_dtype)
@@ -143,8 +142,7 @@ class OwnSharding(Ranked):
         self.done = True
         options = {"mesh": self.device_mesh["data_parallel"], "mp_policy": MixedPrecisionPolicy(**self.policy)}
         fully_shard(self.net[1], **options)
-        if not self.norm_alone:
-            fully_shard(self.net, **options)
+        fully_shard(self.net, **options)
 
 
 @dataclass(frozen=True)
