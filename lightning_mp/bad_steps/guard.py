@@ -17,7 +17,7 @@ from lightning_mp.numerics import grads, nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.acting import ActingCallback
-from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Verdict, applied_none
+from lightning_mp.plan.diagnosis import SEARCH_SKIPS, applied_none
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.skip_aware import Override, hold_on_skips
 from lightning_mp.record.run_log import RunDir, RunLog, StepTracker, WritesRun, is_fresh
@@ -148,7 +148,7 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             self._in_a_row += not scale_warmup
             allowed = 0 if self.on_trip == "raise" else self.max_consecutive
             kind = "loss" if run.bad_loss else "gradient"
-            verdict = Verdict(f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed")
+            verdict = f"{self._in_a_row} in a row with a non-finite {kind}, {allowed} allowed"
             run.bad_steps.explain(
                 action=self.on_trip,
                 in_a_row=self._in_a_row,
@@ -229,4 +229,4 @@ def suppress_step(optimizer: Optimizer, scaler: GradScaler | None) -> None:
     """
     if scaler is not None and waits_for_unscale(scaler, optimizer):
         scaler.unscale_(optimizer)
-    grads.drop(optimizer)
+    optimizer.zero_grad()

@@ -27,7 +27,7 @@ from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.dtypes import map_tensors
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import set_rng_state
-from lightning_mp.plan.diagnosis import SEARCH_SKIPS, Diagnosis, Verdict
+from lightning_mp.plan.diagnosis import AT_MIN, SEARCH_SKIPS, Diagnosis
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.side_run import loss_of, step_output
@@ -38,7 +38,7 @@ from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, callbacks_of
 
 #: steps of a run whose batches are saved: the first ones say most
 MAX_STEPS = 10
-_NO_CHECKPOINT = Verdict(
+_NO_CHECKPOINT = (
     "it was to be rewound, and no checkpoint with finite weights was written before it: save earlier, with "
     "ModelCheckpoint(every_n_train_steps=...)"
 )
@@ -119,7 +119,7 @@ class BadSteps:
         in_a_row: int,
         scale: float | None,
         scale_warmup: bool,
-        verdict: Verdict | None,
+        verdict: str | None,
         bad_loss: bool | None = None,
         from_gradients: Origin | None = None,
     ) -> None:
@@ -288,7 +288,7 @@ class BadStepCallback(WritesRun):
         self._rewinds = rule.on_budget == "rewind"
         self._log = RunLog("MixedPrecisionPlan")
         self._bad: BadSteps | None = None
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[str] = []
         self._attempts = self._skips = 0
         if self._rewinds:
             check_rewind(trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
@@ -344,7 +344,7 @@ class BadStepCallback(WritesRun):
         if self.rule.save_batch:  # a device sync, for which only saving has a use
             self._skips = self._plan.skipped_steps
         if verdict is not None or self._skips > before:
-            rewinds = verdict is not None and self._rewinds and not verdict.at_min
+            rewinds = verdict is not None and self._rewinds and verdict != AT_MIN
             counts, streak = scaler.counts(), scaler.streak
             bad.explain(
                 action="rewind" if rewinds else "skip",

@@ -37,7 +37,6 @@ _CLIPS = "torch.nn.utils.clip_grad"
 class ZeroEngine(StepEngine):
     """Carries a policy out through a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
 
-    holds = "DeepSpeed partitions optimizer state, gradients and parameters by its stage"
     runs_backward = True
     evaluates_once = "with ZeRO"
     reduces = "ZeRO"

@@ -38,7 +38,6 @@ _UNITS = (FSDPModule, FullyShardedDataParallel)
 class ShardedEngine(StepEngine):
     """Carries a policy out on sharded parameters."""
 
-    holds = "every process holds a shard of every parameter"
     evaluates_once = "on sharded parameters"
     steps = (("DTensors", "sharded parameters"),)
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,7 @@ from lightning_mp.modules.patterns import (
 )
 from lightning_mp.numerics.dtypes import (
     HALF,
-    cast_module_,
+    cast_,
     cast_within_range,
     castable,
     default_dtype,
@@ -101,8 +102,9 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str =
     if not pins:
         return PinMap((), (), _declared(root, storage, ()))
     named = list(named_submodules(root))
-    modules, index_of = dict(named), _covering(named, pins, root, faults)
-    used, wide = set(index_of.values()), list[PinnedModule]()
+    modules, wide = dict(named), list[PinnedModule]()
+    index_of, matched = _covering(named, pins, root, faults)
+    shadowed = tuple(pins[index].pattern for index in sorted(matched.difference(index_of.values())))
     for name, module in named:
         if name in index_of and pins[index_of[name]].accumulate is not None:
             pin = pins[index_of.pop(name)]
@@ -122,16 +124,14 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str =
             check_changeable(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
         members[id(module)] = PinnedModule(name, module, pins[index], around[:1] != [index], inside)
-    unused = [pin.pattern for index, pin in enumerate(pins) if index not in used]
-    shadowed = [pattern for pattern in unused if any(matches(pattern, name, module) for name, module in named)]
-    pinned = tuple(members.values())
-    return PinMap(pinned, tuple(shadowed), _declared(root, storage, [each.module for each in pinned]), tuple(wide))
+    declared = _declared(root, storage, [member.module for member in members.values()])
+    return PinMap(tuple(members.values()), shadowed, declared, tuple(wide))
 
 
 def _covering(
     named: Sequence[tuple[str, nn.Module]], pins: Sequence[Pin], root: nn.Module, faults: Faults
-) -> dict[str, int]:
-    """Module name → index of the first pin that matches it or something above it."""
+) -> tuple[dict[str, int], set[int]]:
+    """Module name → index of the first pin that matches it or something above it; and which match anything."""
     index_of: dict[str, int] = {}
     matched: set[int] = set()
     for name, module in named:
@@ -144,7 +144,7 @@ def _covering(
     for index, pin in enumerate(pins):
         if index not in matched and pin.pattern != NORMS:  # a kind, which one config may declare for any model
             no_match(pin.pattern, root, "pin", faults)
-    return index_of
+    return index_of, matched
 
 
 def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults) -> None:
@@ -233,7 +233,6 @@ class PinnedForward(Swapped):
     """Runs a module in its pin's dtype and keeps it stored in it, whatever ``.to`` is called on the model."""
 
     lmp_state = ("_lmp_pin", "_lmp_pin_inside")
-    _lmp_pin: PinState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast floating inputs, run outside autocast, cast floating outputs as the pin says."""
@@ -285,7 +284,7 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
     """Store and run every covered module in its pin's dtype, in place; a module pinned so already is left alone."""
     for member in pin_map.members:
         module = member.module
-        cast_module_(module, to_torch(member.pin.dtype))
+        cast_(chain(*castable(module)), to_torch(member.pin.dtype))
         module.__dict__.pop("_lmp_pin_inside", None)  # of an earlier run
         swap_out(module, wide_linear.WideForward)
         state = _state(member, mixed, compute_dtype, device_type)
@@ -335,14 +334,13 @@ def cast_unpinned(modules: Iterable[nn.Module], policy: PrecisionPolicy) -> None
     made half); any other stays what the user made it. So do quantized weights and all that belongs to them, and float64
     where the policy stores fp32.
     """
-    owners, storage = list(modules), to_torch(policy.storage_dtype)
-    buffers = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
-    own = [tensor for module in owners for tensor in castable(module, buffers=False)]
-    moved = {tensor.dtype for tensor in own if not _keeps(tensor, storage)}
-    to, only = (storage, moved) if buffers is None else (to_torch(buffers), None)
-    for module in owners:
-        cast_module_(module, storage, buffers=False, only=moved)
-        cast_module_(module, to, parameters=False, only=only)
+    own, storage = list(map(castable, modules)), to_torch(policy.storage_dtype)
+    dtype = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
+    moved = {tensor.dtype for parameters, _ in own for tensor in parameters if not _keeps(tensor, storage)}
+    to, only = (storage, moved) if dtype is None else (to_torch(dtype), None)
+    for parameters, buffers in own:
+        cast_(parameters, storage, moved)
+        cast_(buffers, to, only)
 
 
 def kept_dtypes(root: nn.Module, storage: torch.dtype) -> dict[int, torch.dtype]:

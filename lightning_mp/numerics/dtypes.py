@@ -5,10 +5,11 @@ else, such as a key-value cache, is not looked into.
 """
 
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -80,19 +81,19 @@ def is_plain(tensor: Tensor) -> bool:
     return (type(tensor) in _PLAIN or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
 
 
-def castable(module: nn.Module, *, parameters: bool = True, buffers: bool = True) -> list[Tensor]:
-    """The module's own plain parameters and buffers (not its children's), less what belongs to a quantized weight.
+def castable(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The module's own plain parameters, and buffers (not its children's), less what belongs to a quantized weight.
 
     Beside one only a bias and what is trained are ordinary: scales and lookup tables stay as its kernel reads them.
     """
     weights, others = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
     scaled = any(map(_SCALE.search, (*weights, *others)))
-    packed = (_is_packed(key, one) for key, one in others.items() if scaled and one.ndim > 1)
-    if any(_is_quantized(key, one) for key, one in weights.items()) or any(packed):
-        trained = {key for key, one in weights.items() if one.requires_grad and "scale" not in key}
-        weights, others = {key: one for key, one in weights.items() if key in trained or "bias" in key}, {}
-    chosen = [*(weights.values() if parameters else ()), *(others.values() if buffers else ())]
-    return [tensor for tensor in chosen if is_plain(tensor) or _is_marked(tensor)]
+    packed = (_is_packed(key, buffer) for key, buffer in others.items() if scaled and buffer.ndim > 1)
+    if any(_is_quantized(key, weight) for key, weight in weights.items()) or any(packed):
+        trained = {key for key, weight in weights.items() if weight.requires_grad and "scale" not in key}
+        weights, others = {key: weight for key, weight in weights.items() if key in trained or "bias" in key}, {}
+    own = [tensor for tensor in weights.values() if is_plain(tensor) or _is_marked(tensor)]
+    return own, list(filter(is_plain, others.values()))
 
 
 def _is_packed(key: str, tensor: Tensor) -> bool:
@@ -115,31 +116,17 @@ def _is_marked(tensor: Tensor) -> bool:
 
 def uncastable(module: nn.Module) -> set[int]:
     """``id`` of the module's own tensors that are not ``castable``; one that is sharded has been cast before."""
-    cast = set(map(id, castable(module)))
+    cast = set(map(id, chain(*castable(module))))
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return {id(tensor) for tensor in own if id(tensor) not in cast and not hasattr(tensor, "to_local")}
 
 
-def cast_module_(
-    module: nn.Module,
-    dtype: torch.dtype,
-    *,
-    parameters: bool = True,
-    buffers: bool = True,
-    only: Collection[torch.dtype] | None = None,
-) -> int:
-    """Cast a module's own ``castable`` parameters and buffers in place, those of the dtypes ``only``; how many changed.
-
-    The ``Parameter`` objects stay the same, so that optimizers and ties built on them hold.
-    """
-    changed = 0
-    for tensor in castable(module, parameters=parameters, buffers=buffers):
-        if tensor.dtype == dtype or (only is not None and tensor.dtype not in only):
-            continue
-        tensor.data = tensor.data.to(dtype)
-        tensor.grad = None  # a gradient of the old dtype could not be added to
-        changed += 1
-    return changed
+def cast_(tensors: Iterable[Tensor], dtype: torch.dtype, only: Collection[torch.dtype] | None = None) -> None:
+    """Cast those of ``tensors`` that are of the dtypes ``only``, in place: optimizers and ties built on them hold."""
+    for tensor in tensors:
+        if tensor.dtype != dtype and (only is None or tensor.dtype in only):
+            tensor.data = tensor.data.to(dtype)
+            tensor.grad = None  # a gradient of the old dtype could not be added to
 
 
 @contextmanager

@@ -143,16 +143,16 @@ class LossScaler(GradScaler):
 
     # ------------------------------------------------------------------ the state
 
-    def place(self, device: torch.device | str | None = None) -> LossScaleState:
+    def place(self, device: torch.device | str | None = None) -> Any:
         """The state on ``device``; without one where it is, on the CPU at first."""
-        if device is not None and cast("Tensor", self.state.scale).device != torch.device(device):
+        if device is not None and self.state.scale.device != torch.device(device):
             self._set_state(place(self.state, device))
         return self.state
 
     def _set_state(self, state: LossScaleState) -> None:
         #: scale and counters, 0-d tensors
-        self.state = state
-        compat.set_scale(self, cast("Tensor", state.scale), cast("Tensor", state.growth_tracker))
+        self.state: Any = state
+        compat.set_scale(self, self.state.scale, self.state.growth_tracker)
 
     @property
     def overflowed_at_min(self) -> bool:
@@ -184,7 +184,7 @@ class LossScaler(GradScaler):
         """Resume from a checkpoint (this package's or ``GradScaler``'s); the rule itself stays the one declared."""
         if not state_dict:
             return
-        rule, device, scale = self.config, cast("Tensor", self.state.scale).device, self.config.init_scale
+        rule, device, scale = self.config, self.state.scale.device, self.config.init_scale
         if rule.dynamic:
             scale = min(max(float(state_dict["scale"]), rule.min_scale), rule.max_scale or math.inf)
         tracker = min(int(state_dict.get(compat.GROWTH_TRACKER, 0)), rule.growth_interval - 1)
@@ -251,7 +251,7 @@ class LossScaler(GradScaler):
             if not self.enabled:
                 known.flag = None  # what was seen of gradients that were not stepped with
             elif known.waiting:
-                scale = cast("Tensor", self.place().scale)
+                scale = self.place().scale
                 known.waiting, known.stage, known.flag = False, "scaled", torch.zeros_like(scale)
                 unscale_and_check_(gradients(_fresh(parameters_of(optimizer), seen)), scale, known.flag)
 
@@ -272,7 +272,7 @@ class LossScaler(GradScaler):
     def _check(self, known: _Gradients, parameters: Iterable[Tensor], *, divide: bool = False) -> None:
         """Note whether the gradients are finite, and divide them by the scale in the same pass."""
         if known.flag is None:
-            known.flag = torch.zeros_like(cast("Tensor", self.place().scale))
+            known.flag = torch.zeros_like(self.place().scale)
         factor: Any = self.state.scale  # 1 where there is no loss scale
         if divide:
             # the reciprocal in fp64, as torch's scaler takes it; mps has none
@@ -306,7 +306,7 @@ class LossScaler(GradScaler):
         if known.stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
         if known.flag is None:
-            known.flag = torch.zeros_like(cast("Tensor", self.place().scale))
+            known.flag = torch.zeros_like(self.place().scale)
         flag = self._last = known.flag
         if self.sync is not None and self.checks:
             self.sync(flag)
@@ -368,7 +368,7 @@ class LossScaler(GradScaler):
         if flags or new_scale is not None:
             self._scaled = False
         if new_scale is not None:
-            cast("Tensor", self.place().scale).copy_(torch.as_tensor(new_scale))
+            self.place().scale.copy_(torch.as_tensor(new_scale))
         elif flags:
             self._adjust(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
 
@@ -379,7 +379,7 @@ class LossScaler(GradScaler):
         if not plain or rule.max_scale is not None or rule.at_min != "hold":
             self._set_state(adjust(rule, state, found_inf))
             return
-        scale = cast("Tensor", state.scale)
+        scale = state.scale
         factors = rule.growth_factor, rule.backoff_factor, rule.growth_interval
         compat.update_scale_(scale, state.growth_tracker, found_inf, *factors)
         if rule.min_scale > 0:

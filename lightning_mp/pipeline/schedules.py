@@ -115,7 +115,6 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype:
 class PipelineEngine(StepEngine):
     """Carries a policy out where gradients are those of one stage; the flag is the maximum over all of them."""
 
-    holds = "every process holds a stage of the layers"
     evaluates_once = "under pipeline parallelism, which would run the schedule again"
     steps = (("a stage", "a stage's parameters alone"), ("DTensors", "sharded parameters"))
 

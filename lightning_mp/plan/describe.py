@@ -19,17 +19,12 @@ WIDTH = 96
 Rows = list[tuple[str, str]]
 
 
-def rows(
-    policy: PrecisionPolicy,
-    module: nn.Module | None = None,
-    strategy: str | None = None,
-    layers: Sequence[fp8.FP8Layer] = (),
-) -> Rows:
+def rows(policy: PrecisionPolicy, module: nn.Module | None, layers: Sequence[fp8.FP8Layer] = ()) -> Rows:
     """What is declared, by subject; with ``module``, what each rule covers of it; ``layers`` are those of a run."""
     if policy.fp8 is not None and module is not None and not layers:
         covered = [member.module for member in pins.resolve(module, policy.pins, Faults()).covered]
         layers = fp8.select(module, policy.fp8, covered, Faults())[0]
-    table: Rows = [
+    return [
         ("precision", policy.precision),
         ("stored", _stored(policy)),
         ("computed", _computed(policy)),
@@ -42,7 +37,6 @@ def rows(
         ("TF32", "torch's own setting" if policy.tf32 is None else repr(policy.tf32)),
         ("checkpointing", _checkpointing(policy, module)),
     ]
-    return table if strategy is None else [*table, ("strategy", strategy)]
 
 
 def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:

@@ -30,16 +30,8 @@ _ADVICE = {
 _OVERFLOWS = "; if it is finite, an operation overflows after {!r}: cast to fp32 there, or pin the module around it"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Why a run ends; ``at_min``: an overflow where the loss scale can fall no lower."""
-
-    what: str
-    at_min: bool = False
-
-
-BAD_LOSS = Verdict("the loss itself is not finite, which no loss scale can help (nonfinite='raise')")
-AT_MIN = Verdict("overflow at the minimum loss scale (at_min='raise')", at_min=True)
+#: why a run ends by an overflow where the loss scale can fall no lower
+AT_MIN = "overflow at the minimum loss scale (at_min='raise')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +82,7 @@ class Diagnosis:
 
     def error(
         self,
-        verdict: Verdict,
+        verdict: str,
         *,
         bad_loss: bool,
         step: int,
@@ -104,9 +96,9 @@ class Diagnosis:
         scaled = "" if scale is None else f", loss scale {scale:g}"
         where = "" if self.rank is None else f" on rank {self.rank}"
         advice = self.advice(bad_loss, under_plan=budget.startswith("nonfinite"))
-        kind = LossScaleError if verdict.at_min else NonFiniteError
+        kind = LossScaleError if verdict == AT_MIN else NonFiniteError
         return kind(
-            f"Non-finite values in step {step}{where}: {verdict.what}; {place}; {state}{scaled}. Allowed: finite "
+            f"Non-finite values in step {step}{where}: {verdict}; {place}; {state}{scaled}. Allowed: finite "
             f"losses and gradients, or skips within the budget of {budget}. {advice[0].upper()}{advice[1:]}.",
             rank=self.rank,
             step=step,
@@ -118,7 +110,7 @@ class Diagnosis:
 def error(
     module: nn.Module,
     replay: Callable[[], Tensor | None] | None,
-    verdict: Verdict,
+    verdict: str,
     step: int,
     loss: Tensor | None,
     scale: float | None,

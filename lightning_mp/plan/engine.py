@@ -25,7 +25,7 @@ from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import diagnosis, optimizer_facts
-from lightning_mp.plan.diagnosis import AT_MIN, BAD_LOSS, Verdict
+from lightning_mp.plan.diagnosis import AT_MIN
 from lightning_mp.policy import PrecisionPolicy
 
 #: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
@@ -37,8 +37,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 class StepEngine(ABC):
     """Carries a policy out on one kind of strategy; what differs between kinds is in subclasses."""
 
-    #: which process holds what, for people
-    holds: ClassVar[str]
     #: whether the strategy's own engine runs backward, by ``backward``
     runs_backward: ClassVar[bool] = False
     #: where optimizers that evaluate their closure again are refused, loss scale or not
@@ -66,7 +64,7 @@ class StepEngine(ABC):
         #: the global gradient norm of the last clipping, before it, on the device
         self.last_norm: Tensor | None = None
         #: is told why the run has to end, and acts on it after the batch; ``None`` where the step has to raise
-        self.report: Callable[[Verdict], object] | None = None
+        self.report: Callable[[str], object] | None = None
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
         #: what runs in FP8, what does not, and the stage of the Trainer's run, as ``stage``, with that of training
@@ -331,19 +329,19 @@ class StepEngine(ABC):
                 self._module, replay, verdict, step, self._loss, self.loss_scale, distributed=self.distributed
             )
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> str | None:
         """Why the run has to end after the last step, if it has; a device sync, as late as the budget allows."""
         rule, scaler = self.policy.nonfinite, self.scaler
         if scaler.attempts < self._next_check:
             return None
         raises = rule.action == "raise"
         if scaler.enabled and raises and scaler.step_skipped and self._loss_is_bad():
-            return BAD_LOSS
+            return "the loss itself is not finite, which no loss scale can help (nonfinite='raise')"
         allowed = 0 if raises else rule.max_consecutive
         streak = scaler.streak if scaler.checks else 0
         if streak > allowed:
             many = "a step" if streak == 1 else f"{streak} steps in a row"
-            return Verdict(f"{many} with non-finite gradients, {allowed} allowed")
+            return f"{many} with non-finite gradients, {allowed} allowed"
         if scaler.overflowed_at_min:
             return AT_MIN
         self._next_check = scaler.attempts + 1 + min(allowed - streak, scaler.backoffs_left())
@@ -380,7 +378,6 @@ def max_over_ranks_(flag: Tensor) -> None:
 class EagerEngine(StepEngine):
     """Carries a policy out where gradients are whole."""
 
-    holds = "every process holds all parameters"
     _ddp: DistributedDataParallel | None = None
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

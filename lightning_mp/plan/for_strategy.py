@@ -57,8 +57,6 @@ def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Fault
 
 def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[], None] | None:
     """Set TF32 as the policy says, where the device has it; what puts it back. What is slow there is said."""
-    if device.bf16 == "emulated" and policy.precision.startswith("bf16"):
-        rank_zero_info(f"bf16 is emulated on {device.name}: right, but no faster than fp32")
     if policy.fp8 is not None and (device.type != "cuda" or emulates(policy.fp8.recipe, policy.fp8.emulate)):
         needs = ": MXFP8 needs compute capability 10.0 (not 12.0), CUDA 12.8 and torchao's kernels"
         needs = needs if policy.fp8.blocks and not policy.fp8.emulate else ""
@@ -75,13 +73,6 @@ def engine_of(strategy: Strategy | None) -> type[StepEngine]:
     """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
     stock = ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
     return getattr(strategy, "plan_engine", stock)
-
-
-def describe(strategy: Strategy) -> str:
-    """The strategy's name, and what it does with parameters."""
-    world = getattr(strategy, "world_size", 1)
-    processes = "1 process" if world == 1 else f"{world} processes"
-    return f"{type(strategy).__name__}, {processes}: {engine_of(strategy).holds}"
 
 
 def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPolicy:

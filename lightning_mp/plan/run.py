@@ -25,7 +25,7 @@ from lightning_mp.modules.fp8 import FP8Layer
 from lightning_mp.modules.patterns import call_with_original_classes
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
-from lightning_mp.plan import describe, diagnosis, for_strategy
+from lightning_mp.plan import describe, diagnosis
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.skip_aware import Override, hold_on_skips, may_change_gradients
 from lightning_mp.policy import PrecisionPolicy
@@ -43,7 +43,8 @@ class Run:
         #: whether hooks of the user's may change gradients before the step; known from the first step on
         self.checks_again: bool | None = None
         self.cleanup = ExitStack()
-        self._trainer: weakref.ref[Trainer] | None = None
+        #: its Trainer, or the one that it had: another one gets a run of its own
+        self.attached: weakref.ref[Trainer] | None = None
         self.follow(policy)
 
     def follow(self, policy: PrecisionPolicy) -> None:
@@ -56,18 +57,13 @@ class Run:
         self.autocast_dtype = to_torch(policy.compute_dtype) if policy.mixed else None
 
     @property
-    def attached(self) -> bool:
-        """Whether it has, or had, a Trainer: another one gets a run of its own."""
-        return self._trainer is not None
-
-    @property
     def trainer(self) -> Trainer | None:
         """The Trainer, while it lives."""
-        return None if self._trainer is None else self._trainer()
+        return None if self.attached is None else self.attached()
 
     def attach(self, trainer: Trainer) -> None:
         """``trainer`` begins, or goes on to its next stage."""
-        self.device, self._trainer = trainer.strategy.root_device, weakref.ref(trainer)
+        self.device, self.attached = trainer.strategy.root_device, weakref.ref(trainer)
 
     def begin(self, engine: StepEngine, module: nn.Module) -> None:
         """Change the module, and switch off what would go past it."""
@@ -203,11 +199,9 @@ class PlanBase:
         return describe.as_html(self._described(None))
 
     def _described(self, module: nn.Module | None) -> describe.Rows:
-        trainer = None if self.engine is None else self.trainer
-        if trainer is None:
-            return describe.rows(self.policy, module)
-        module = module or trainer.lightning_module
-        return describe.rows(self.policy, module, for_strategy.describe(trainer.strategy), self.fp8_layers)
+        if module is None and self.engine is not None and self.trainer is not None:
+            return describe.rows(self.policy, self.trainer.lightning_module, self.fp8_layers)
+        return describe.rows(self.policy, module)
 
 
 def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, defaultdict, namedtuple
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_mp.numerics.dtypes import cast_floating, cast_module_, floating_dtype
+from lightning_mp.numerics.dtypes import cast_, cast_floating, castable, floating_dtype
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Point = namedtuple("Point", "x y")
@@ -61,12 +62,11 @@ def test_what_needs_no_cast_is_handed_on_itself(data: Any) -> None:
 def test_a_modules_own_parameters_and_buffers_are_cast_and_stay_the_same_objects() -> None:
     module = nn.BatchNorm1d(2)
     objects = {name: id(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-    assert cast_module_(module, BF16) == 4
+    cast_(chain(*castable(module)), BF16)
     assert {name: t.dtype for name, t in module.state_dict().items()} == {
         "weight": BF16, "bias": BF16, "running_mean": BF16, "running_var": BF16, "num_batches_tracked": torch.int64,
     }  # fmt: skip
     assert {name: id(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]} == objects
-    assert cast_module_(module, BF16) == 0
 
 
 def test_complex_parameters_and_tensor_subclasses_are_left_alone() -> None:
@@ -77,7 +77,7 @@ def test_complex_parameters_and_tensor_subclasses_are_left_alone() -> None:
     module.phase = nn.Parameter(X * 1j)
     module.packed = nn.Parameter(X.clone().as_subclass(Quantised))
     module.register_buffer("table", X.clone().as_subclass(Quantised))
-    assert cast_module_(module, BF16) == 0
+    assert castable(module) == ([], [])
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -1,5 +1,6 @@
 """Pins applied to a bare module, as the eager engine applies them, and what ran in which dtype."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.errors import Faults
 from lightning_mp.modules import pins
-from lightning_mp.numerics.dtypes import cast_module_, to_torch
+from lightning_mp.numerics.dtypes import cast_, castable, to_torch
 from lightning_mp.policy import Pin
 
 Declared = dict[str, Any] | list[Pin]
@@ -37,7 +38,7 @@ def pin(root: nn.Module, spec: Declared, *, mode: str = "bf16-mixed", device: st
     if not mixed:
         for module in root.modules():
             if id(module) not in covered:
-                cast_module_(module, to_torch(compute))
+                cast_(chain(*castable(module)), to_torch(compute))
     pins.apply(found, mixed=mixed, compute_dtype=to_torch(compute), device_type=device)
     return root
 
