@@ -143,9 +143,9 @@ class LossScaler(GradScaler):
 
     # ------------------------------------------------------------------ the state
 
-    def place(self, device: torch.device | str | None = None) -> Any:
-        """The state on ``device``; without one where it is, on the CPU at first."""
-        if device is not None and self.state.scale.device != torch.device(device):
+    def place(self, device: torch.device | str) -> Any:
+        """The state on ``device``; on the CPU at first."""
+        if self.state.scale.device != torch.device(device):
             self._set_state(place(self.state, device))
         return self.state
 
@@ -251,7 +251,7 @@ class LossScaler(GradScaler):
             if not self.enabled:
                 known.flag = None  # what was seen of gradients that were not stepped with
             elif known.waiting:
-                scale = self.place().scale
+                scale = self.state.scale
                 known.waiting, known.stage, known.flag = False, "scaled", torch.zeros_like(scale)
                 unscale_and_check_(gradients(_fresh(parameters_of(optimizer), seen)), scale, known.flag)
 
@@ -272,7 +272,7 @@ class LossScaler(GradScaler):
     def _check(self, known: _Gradients, parameters: Iterable[Tensor], *, divide: bool = False) -> None:
         """Note whether the gradients are finite, and divide them by the scale in the same pass."""
         if known.flag is None:
-            known.flag = torch.zeros_like(self.place().scale)
+            known.flag = torch.zeros_like(self.state.scale)
         factor: Any = self.state.scale  # 1 where there is no loss scale
         if divide:
             # the reciprocal in fp64, as torch's scaler takes it; mps has none
@@ -306,7 +306,7 @@ class LossScaler(GradScaler):
         if known.stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
         if known.flag is None:
-            known.flag = torch.zeros_like(self.place().scale)
+            known.flag = torch.zeros_like(self.state.scale)
         flag = self._last = known.flag
         if self.sync is not None and self.checks:
             self.sync(flag)
@@ -368,7 +368,7 @@ class LossScaler(GradScaler):
         if flags or new_scale is not None:
             self._scaled = False
         if new_scale is not None:
-            self.place().scale.copy_(torch.as_tensor(new_scale))
+            self.state.scale.copy_(torch.as_tensor(new_scale))
         elif flags:
             self._adjust(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
 

@@ -13,7 +13,7 @@ from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import checkpointing
 from lightning_mp.modules import pins as pinning
 from lightning_mp.modules.patterns import call_with_original_classes
-from lightning_mp.numerics.dtypes import TORCH_DTYPES, describe
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, cast_, describe
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.skip_aware import Override
@@ -106,29 +106,17 @@ class DtypePinning(ActingCallback):
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
         """Pin the matching modules."""
         pin_map = pinning.resolve(pl_module, self.pins, faults)
-        precision = str(trainer.precision)
-        if precision == "16-mixed" and any(member.pin.dtype == "fp16" for member in pin_map.members):
-            fix = "pin to 'bf16', or use MixedPrecisionPlan('16-mixed', pins=...), whose scaler does"
-            faults.add("a pin to fp16 under stock '16-mixed', whose GradScaler unscales no fp16 gradients", fix=fix)
         faults.raise_if_any()
-        tensors = [
-            (tensor, tensor.dtype)
-            for member in pin_map.members
-            for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False))
-        ]
+        undo, precision = ExitStack(), str(trainer.precision)
+        for member in pin_map.members:
+            for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False)):
+                undo.callback(cast_, [tensor], tensor.dtype)
         compute = TORCH_DTYPES.get(DTYPES_OF.get(precision, DTYPES_OF["32-true"])[1], torch.float32)
         device_type = trainer.strategy.root_device.type
         pinning.apply(pin_map, mixed=precision.endswith("-mixed"), compute_dtype=compute, device_type=device_type)
-        compiles = ExitStack()
-        compiles.enter_context(backward_traced_outside_autocast())
-
-        def restore() -> None:
-            compiles.close()
-            pinning.remove([member.module for member in pin_map.covered])
-            for tensor, dtype in tensors:
-                tensor.data = tensor.data.to(dtype)
-
-        return restore
+        undo.callback(pinning.remove, [member.module for member in pin_map.covered])
+        undo.enter_context(backward_traced_outside_autocast())
+        return undo.close
 
 
 class ActivationCheckpointing(ActingCallback):
