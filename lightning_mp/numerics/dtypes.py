@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch_fake import is_fake
 from lightning_mp.policy.hardware import Device
 
-T = TypeVar("T")
 HALF = (torch.float16, torch.bfloat16)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: classes of a tensor whose dtype is what it holds

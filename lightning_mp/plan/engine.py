@@ -108,12 +108,10 @@ class StepEngine(ABC):
         if self.device.type != "cpu" or dtype == self.policy.storage_dtype or cpu_has_lstm(to_torch(dtype)):
             return
         pinned = {id(member.module) for member in self.pin_map.members}
-        named = [name for name, one in module.named_modules() if isinstance(one, nn.LSTM) and id(one) not in pinned]
+        named = [name for name, part in module.named_modules() if isinstance(part, nn.LSTM) and id(part) not in pinned]
         if named:
-            faults.add(
-                f"nn.LSTM {named[0]!r} in {dtype} on this CPU, whose oneDNN has none",
-                fix="pin it: pins={'LSTM': 'fp32'}",
-            )
+            given = f"nn.LSTM {named[0]!r} in {dtype} on this CPU, whose oneDNN has none"
+            faults.add(given, fix="pin it: pins={'LSTM': 'fp32'}")
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
         """A function from a parameter of the checked module to the dtype it will be stored in."""
@@ -126,7 +124,7 @@ class StepEngine(ABC):
     def fp32_names(self) -> dict[str, list[str]]:
         """By half format, the names of weights that stay fp32 where the rest is cast to it: pinned, or declared."""
         assert self._module is not None
-        return pins.fp32_names(self._module, {one.module: one.pin.dtype for one in self.pin_map.members})
+        return pins.fp32_names(self._module, {member.module: member.pin.dtype for member in self.pin_map.members})
 
     def prepare(self, module: nn.Module) -> None:
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
@@ -134,7 +132,7 @@ class StepEngine(ABC):
         covered = {id(member.module) for member in self.pin_map.members}
         unpinned = [submodule for submodule in module.modules() if id(submodule) not in covered]
         pins.remove(unpinned)
-        fp32 = [(one.tensor, one.tensor.data.float()) for one in self.pin_map.declared]
+        fp32 = [(declared.tensor, declared.tensor.data.float()) for declared in self.pin_map.declared]
         pins.cast_unpinned(unpinned, policy)
         for tensor, values in fp32:
             if tensor.dtype != torch.float32:
@@ -192,9 +190,6 @@ class StepEngine(ABC):
             self.scaler.within_run = False
         self._connected.close()
         self._module, self._loss = None, None
-        self.pin_map, self.recomputed, self.synced, self.converted = pins.PinMap((), ()), [], [], []
-        self.optimizers, self.unchecked, self.pending = [], [], False
-        self._parameters, self._trained = [], []
 
     # ------------------------------------------------------------------ the step
 
@@ -392,7 +387,7 @@ class EagerEngine(StepEngine):
     def _set_reduce_dtype(self, ddp: DistributedDataParallel) -> None:
         """Have DDP, which sums each gradient in its own dtype, sum all in ``reduce_dtype``; float64 stays as it is."""
         dtype = to_torch(self.policy.reduce_dtype)
-        summed = {one.dtype for one in ddp.parameters() if one.requires_grad and one.is_floating_point()}
+        summed = {each.dtype for each in ddp.parameters() if each.requires_grad and each.is_floating_point()}
         if summed - {dtype, torch.float64}:
             ddp.register_comm_hook(dtype, average_in)
 
