@@ -19,9 +19,8 @@ from lightning_mp.modules.patterns import (
     Swapped,
     called_in,
     check_changeable,
-    matches,
+    covering,
     named_submodules,
-    no_match,
     swap_in,
     swap_out,
 )
@@ -155,21 +154,15 @@ def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:
 
 def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Module]:
     """The modules that ``config`` checkpoints, the outermost of nested matches, in definition order; change nothing."""
-    named = list(named_submodules(root))
-    for pattern in config.patterns:
-        if not any(matches(pattern, name, module) for name, module in named):
-            no_match(pattern, root, "checkpointing pattern", faults)
+    index_of, _ = covering(root, config.patterns, "checkpointing pattern", faults)
     known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
     for name in config.save_ops or ():
         if not _overloads(name):
             fix = did_you_mean(name.removeprefix("aten."), known, "write 'mm', for instance")
             faults.add(f"save_ops {name!r}", fix=fix)
-    outermost, covered = dict[nn.Module, None](), list[str]()
-    for name, module in named:
-        if any(name.startswith(f"{above}.") for above in covered):
-            continue
-        if any(matches(pattern, name, module) for pattern in config.patterns):
-            covered.append(name)
+    outermost: dict[nn.Module, None] = {}
+    for name, module in named_submodules(root):
+        if name in index_of and name.rpartition(".")[0] not in index_of:
             check_changeable(name, module, "checkpointing", faults)
             outermost.update(dict.fromkeys(called_in(module)))
     return list(outermost)[:: config.every]

@@ -18,10 +18,8 @@ from lightning_mp.compat.transformers import conv1d
 from lightning_mp.errors import Faults, counted
 from lightning_mp.modules.patterns import (
     Swapped,
+    covering,
     is_plain_linear,
-    matches,
-    named_submodules,
-    no_match,
     original_class,
     owners,
     swap_all,
@@ -59,12 +57,9 @@ def select(
     root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults
 ) -> tuple[list[FP8Layer], list[nn.Module]]:
     """Every Linear, Conv1D and weight of experts below ``root``, once, and the modules to convert; changes nothing."""
-    named = list(named_submodules(root))
-    wanted, skipped = _covered(named, rule.patterns), _covered(named, rule.skip)
-    for pattern in (*rule.patterns, *rule.skip):
-        usual = pattern in (*FP8().patterns, *FP8().skip)  # a model need not have a head of that name
-        if not usual and not any(matches(pattern, name, module) for name, module in named):
-            no_match(pattern, root, "fp8 pattern", faults)
+    usual = (*FP8().patterns, *FP8().skip)  # a model need not have a head of that name
+    wanted, _ = covering(root, rule.patterns, "fp8 pattern", faults, usual)
+    skipped, _ = covering(root, rule.skip, "fp8 pattern", faults, usual)
     pins, adapters = {id(module) for module in pinned}, _adapters(root)
     tied = {key for key, places in owners(root).items() if len({id(module) for _, module, _ in places}) > 1}
     layers: list[FP8Layer] = []
@@ -104,15 +99,6 @@ def _experts(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
         return []
     own = {key: weight for key, weight in module.named_parameters(recurse=False) if not is_lazy(weight)}
     return [(key, tuple(weight.shape)) for key, weight in own.items() if weight.ndim == 3 and min(weight.shape) > 1]
-
-
-def _covered(named: Sequence[tuple[str, nn.Module]], patterns: Sequence[str]) -> set[str]:
-    """The names that a pattern matches, and what is below them."""
-    covered: set[str] = set()
-    for name, module in named:
-        if name.rpartition(".")[0] in covered or any(matches(pattern, name, module) for pattern in patterns):
-            covered.add(name)
-    return covered
 
 
 def _adapters(root: nn.Module) -> set[int]:

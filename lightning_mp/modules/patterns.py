@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import cache, reduce, wraps
@@ -99,6 +99,27 @@ def check_changeable(name: str, module: nn.Module, what: str, faults: Faults) ->
         faults.add(f"{what} on {name!r}, which torch.jit compiled", fix="leave it out, or script it after training")
     elif any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
         faults.add(f"{what} on {name!r}, whose parameters do not exist yet", fix="run one batch through it first")
+
+
+def covering(
+    root: nn.Module, patterns: Sequence[str], what: str, faults: Faults, may_miss: Sequence[str] = ()
+) -> tuple[dict[str, int], set[int]]:
+    """Module name → index of the first pattern that matches it or something above it; and which match anything.
+
+    Those that match nothing are noted as ``what``, but for what ``may_miss``: a kind, or what is usual in a model.
+    """
+    index_of, matched = dict[str, int](), set[int]()
+    for name, module in named_submodules(root):
+        own = [index for index, pattern in enumerate(patterns) if matches(pattern, name, module)]
+        matched.update(own)
+        above = index_of.get(name.rpartition(".")[0])
+        candidates = own if above is None else [*own, above]
+        if candidates:
+            index_of[name] = min(candidates)
+    for index, pattern in enumerate(patterns):
+        if index not in matched and pattern not in may_miss:
+            no_match(pattern, root, what, faults)
+    return index_of, matched
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:

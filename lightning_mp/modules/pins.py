@@ -20,10 +20,9 @@ from lightning_mp.modules.patterns import (
     Place,
     Swapped,
     check_changeable,
+    covering,
     has_own_forward,
-    matches,
     named_submodules,
-    no_match,
     original_class,
     owners,
     plain_name,
@@ -103,7 +102,7 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str =
         return PinMap((), (), _declared(root, storage, ()))
     named = list(named_submodules(root))
     modules, wide = dict(named), list[PinnedModule]()
-    index_of, matched = _covering(named, pins, root, faults)
+    index_of, matched = covering(root, [pin.pattern for pin in pins], "pin", faults, may_miss=[NORMS])
     shadowed = tuple(pins[index].pattern for index in sorted(matched.difference(index_of.values())))
     for name, module in named:
         if name in index_of and pins[index_of[name]].accumulate is not None:
@@ -126,25 +125,6 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str =
         members[id(module)] = PinnedModule(name, module, pins[index], around[:1] != [index], inside)
     declared = _declared(root, storage, [member.module for member in members.values()])
     return PinMap(tuple(members.values()), shadowed, declared, tuple(wide))
-
-
-def _covering(
-    named: Sequence[tuple[str, nn.Module]], pins: Sequence[Pin], root: nn.Module, faults: Faults
-) -> tuple[dict[str, int], set[int]]:
-    """Module name → index of the first pin that matches it or something above it; and which match anything."""
-    index_of: dict[str, int] = {}
-    matched: set[int] = set()
-    for name, module in named:
-        own = [index for index, pin in enumerate(pins) if matches(pin.pattern, name, module)]
-        matched.update(own)
-        above = index_of.get(name.rpartition(".")[0])
-        candidates = own if above is None else [*own, above]
-        if candidates:
-            index_of[name] = min(candidates)
-    for index, pin in enumerate(pins):
-        if index not in matched and pin.pattern != NORMS:  # a kind, which one config may declare for any model
-            no_match(pin.pattern, root, "pin", faults)
-    return index_of, matched
 
 
 def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults) -> None:
