@@ -75,8 +75,8 @@ class Declared:
 class PinMap:
     """Which pin covers which module; ``shadowed`` are the patterns that earlier ones leave nothing to."""
 
-    members: tuple[PinnedModule, ...]
-    shadowed: tuple[str, ...]
+    members: tuple[PinnedModule, ...] = ()
+    shadowed: tuple[str, ...] = ()
     #: what no pin covers and the model itself keeps in fp32, where the rest is stored in half precision
     declared: tuple[Declared, ...] = ()
     #: Linear layers that sum in fp32: they are stored as if no pin were there
@@ -99,7 +99,7 @@ class PinMap:
 def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str = "fp32") -> PinMap:
     """Match ``pins``, the first that covers a module wins, against the modules below ``root``; change nothing."""
     if not pins:
-        return PinMap((), (), _declared(root, storage, ()))
+        return PinMap(declared=_declared(root, storage, ()))
     named = list(named_submodules(root))
     modules, wide = dict(named), list[PinnedModule]()
     index_of, matched = covering(root, [pin.pattern for pin in pins], "pin", faults, may_miss=[NORMS])

@@ -40,7 +40,7 @@ def rows(policy: PrecisionPolicy, module: nn.Module | None, layers: Sequence[fp8
 
 
 def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
-    pin_map, table = pins.PinMap((), ()), Rows()
+    pin_map, table = pins.PinMap(), Rows()
     if module is not None:
         pin_map = pins.resolve(module, policy.pins, Faults(), policy.storage_dtype)
     for pin in policy.pins:

@@ -74,7 +74,7 @@ class StepEngine(ABC):
         self._watched: set[str] = set()
         self._module: nn.Module | None = None
         #: which pin covers which module; known after ``check``
-        self.pin_map = pins.PinMap((), ())
+        self.pin_map = pins.PinMap()
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()

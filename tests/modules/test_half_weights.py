@@ -85,7 +85,7 @@ def _trained_once(family: Family, hold: bool) -> tuple[Tensor, dict[str, Tensor]
     torch.manual_seed(0)
     model = family.model()
     if hold:
-        for weight in half_weights.survey(model, pins.PinMap((), ()), POLICY):
+        for weight in half_weights.survey(model, pins.PinMap(), POLICY):
             half = AutocastWeight(weight.tensor.detach().to(BF16), weight.name)
             held = nn.Parameter(half, weight.tensor.requires_grad)
             for _, module, key in weight.places:
