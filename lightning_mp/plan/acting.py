@@ -106,8 +106,11 @@ class DtypePinning(ActingCallback):
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
         """Pin the matching modules."""
         pin_map = pinning.resolve(pl_module, self.pins, faults)
-        faults.raise_if_any()
         undo, precision = ExitStack(), str(trainer.precision)
+        if precision == "16-mixed" and any(member.pin.dtype == "fp16" for member in pin_map.members):
+            fix = "pin to 'bf16', or use MixedPrecisionPlan('16-mixed', pins=...), whose scaler does"
+            faults.add("a pin to fp16 under stock '16-mixed', whose GradScaler unscales no fp16 gradients", fix=fix)
+        faults.raise_if_any()
         for member in pin_map.members:
             for tensor in (*member.module.parameters(recurse=False), *member.module.buffers(recurse=False)):
                 undo.callback(cast_, [tensor], tensor.dtype)

@@ -211,9 +211,10 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
     if engine.policy.precision == "16-true":
         # fp16's smallest normal number is 2**-14, and half of its smallest one, 2**-25, is rounded to 0
         rank_zero_info(
-            "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0, "
-            "as does an optimizer's eps unless it is fused (set eps=1e-4); '16-mixed' has them in fp32"
+            "16-true divides gradients by the loss scale in fp16: below 6e-5 they lose bits, below 3e-8 they become 0; "
+            "'16-mixed' has them in fp32"
         )
+        rank_zero_info("An optimizer's eps=1e-8 is 0 in fp16: set eps=1e-4, or fused=True")
     for logger in trainer.loggers:
         # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
         pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})
