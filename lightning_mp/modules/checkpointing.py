@@ -54,6 +54,7 @@ class CheckpointedForward(Swapped):
     """Stores the inputs of a module's forward and runs it again in the backward pass."""
 
     lmp_state = ("_lmp_checkpoint", "_lmp_changing")
+    _lmp_checkpoint: CheckpointState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, checkpointed wherever gradients are on."""

@@ -164,6 +164,7 @@ class FP8Forward(Swapped):
     """Multiplies in FP8 where the plan trains, and is the Linear that it was everywhere else."""
 
     lmp_state = ("_lmp_fp8",)
+    _lmp_fp8: Running
 
     def forward(self, input: Tensor) -> Tensor:
         """Rows (..., in) to (..., out) in the dtype of autocast."""

@@ -213,6 +213,7 @@ class PinnedForward(Swapped):
     """Runs a module in its pin's dtype and keeps it stored in it, whatever ``.to`` is called on the model."""
 
     lmp_state = ("_lmp_pin", "_lmp_pin_inside")
+    _lmp_pin: PinState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Cast floating inputs, run outside autocast, cast floating outputs as the pin says."""

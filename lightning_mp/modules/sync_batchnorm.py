@@ -17,6 +17,7 @@ class SyncedForward(Swapped):
     """Normalizes by the mean and variance of the whole batch, that of every process together, in training."""
 
     lmp_state = ("_lmp_synced",)
+    _lmp_synced: bool
     # What torch's forward of SyncBatchNorm asks its module for, besides what every batch norm has.
     process_group: Any = None
 

@@ -20,6 +20,7 @@ class WideForward(Swapped):
     """Casts what goes in and the weight, wherever that is stored, and hands on fp32."""
 
     lmp_state = ("_lmp_wide",)
+    _lmp_wide: Wide
 
     def forward(self, input: Tensor) -> Tensor:
         """Rows (..., in) to (..., out) in fp32."""
