@@ -13,7 +13,7 @@ from lightning_mp.compat.transformers import conv1d
 from lightning_mp.deepspeed.merge import add_trainer
 from lightning_mp.errors import Faults, counted, pinning
 from lightning_mp.modules.patterns import original_class
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import dtype_name, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.engine import EagerEngine
@@ -48,13 +48,20 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
         lost = f"{dtype} has {_BITS[dtype]} bits of precision: an update below 2**-{_BITS[dtype]} of its weight"
         why = f"there are no fp32 master weights; {lost} is lost"
         yield Finding("no_fp32_masters", "warning", what, why, fix, half[0])
-    fp16 = [name for name, one in case.trained.items() if one.dtype == torch.float16]
+    planned = case.policy is not None
+    loaded = {name: dtype_name(one.dtype) for name, one in case.trained.items() if dtype_name(one.dtype) in HALF}
+    rounded = [name for name in loaded if planned and stored.get(name) == "fp32"]
+    if rounded:
+        what = f"{counted(len(rounded), 'trained weight')} loaded in half precision: {listed(rounded)}"
+        why = "the plan makes fp32 master weights from them, at twice the memory; they stay rounded"
+        yield Finding("no_fp32_masters", "info", what, why, load, rounded[0])
+    fp16 = [name for name, dtype in loaded.items() if dtype == "fp16"]
     sharded = isinstance(case.strategy, DeepSpeedStrategy) or "deepspeed" in str(case.strategy)
-    if fp16 and case.precision == "16-mixed" and case.policy is None and not sharded:
+    if fp16 and case.precision == "16-mixed" and (planned or not sharded):
         what = f"{counted(len(fp16), 'trained weight')} in fp16 under a loss scale: {listed(fp16)}"
-        why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step"
-        fix = f"{load}, or use a plan, which stores them in fp32"
-        yield Finding("fp16_params_under_scaler", "error", what, why, fix, fp16[0])
+        why = "GradScaler raises 'Attempting to unscale FP16 gradients' on the first step; a plan stores them in fp32"
+        severity = "info" if planned else "error"
+        yield Finding("fp16_params_under_scaler", severity, what, why, f"{load}, or use a plan", fp16[0])
 
 
 def refused(case: ModelUnderTest) -> Iterator[Finding]:

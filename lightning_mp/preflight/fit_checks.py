@@ -223,15 +223,17 @@ def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
-    """A key-value cache that every recomputation fills again; a plan that checkpoints turns it off itself."""
+    """A key-value cache that is filled again by every recomputation."""
     blocks = list(_blocks(case))
+    by_plan = case.policy is not None and case.policy.checkpointing is not None
     for name, module in case.modules:
         model = cast("Any", module)
         if not hasattr(type(module), "can_generate") or not model.can_generate():
             continue
         mine = [block for block in blocks if below(block.name, name)]
-        if getattr(model.config, "use_cache", False) is True and mine:
-            severity = "error" if any(reentrant(block.module) for block in mine) else "warning"
+        if getattr(model.config, "use_cache", False) is True and (mine or by_plan):
+            wrong = any(reentrant(block.module) for block in mine)
+            severity = "error" if wrong else "warning" if mine else "info"  # the plan turns it off itself
             what = "config.use_cache is on while activations are recomputed"
             kept = "keys and values of every layer are kept, much of the memory that checkpointing should save"
             why = f"{kept}; a recomputation by torch's reentrant wrapper attends to them, and gradients are wrong"
