@@ -5,7 +5,7 @@ else, such as a key-value cache, is not looked into.
 """
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -80,7 +80,7 @@ def is_plain(tensor: Tensor) -> bool:
     return (type(tensor) in _PLAIN or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
 
 
-def castable(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+def castable(module: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The module's own plain parameters, and buffers (not its children's), less what belongs to a quantized weight.
 
     Beside one only a bias and what is trained are ordinary: scales and lookup tables stay as its kernel reads them.
