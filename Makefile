@@ -83,8 +83,7 @@ format: $(DONE)/dev ## write the style that `make lint` asks for
 	@$(BIN)/ruff format $(LINTED)
 
 bench: $(DONE)/test ## measure step times and device syncs: of a plan, of the monitors, and of every strategy
-	@$(BIN)/python -m benchmarks.run $(ARGS)
-	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.sharded $(ARGS)
+	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.run $(ARGS)
 	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.counts
 
 clean: ## remove .venv, caches and build output

@@ -9,9 +9,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, product
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -101,50 +102,43 @@ def _peak(held: list[tuple[int, int]], begin: int, end: int) -> int:
     return max([before[-1], *(size for at, size in held if begin <= at <= end)])
 
 
-@dataclass(frozen=True)
-class Counted:
-    """The counts of one side of one cell; run by every rank."""
+def counted(strategy: str, mode: str, ours: bool) -> dict[str, int]:
+    """Train a few steps: what the last one dispatches, and what each phase holds at most, the median of some fits.
 
-    strategy: str
-    mode: str
-    ours: bool
+    Run by every rank. gloo's threads free at no fixed moment: what the fit before held may be counted as a fall.
+    """
+    quietly()
+    counts, peaks = Dispatched(), list[dict[str, int]]()
+    _fit(strategy, mode, ours, counts)
+    for phases in (Phases() for _ in range(FITS)):
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+            _fit(strategy, mode, ours, phases)
+        peaks.append(phases.peaks(measured))
+    return counts.counts | {phase: sorted(one[phase] for one in peaks)[FITS // 2] for phase in PHASES}
 
-    def run(self) -> dict[str, int]:
-        """Train a few steps: what the last one dispatches, and what each phase holds at most, the median of some fits.
 
-        gloo's threads free at no fixed moment: what the fit before held may be counted as a fall.
-        """
-        quietly()
-        counts, peaks = Dispatched(), list[dict[str, int]]()
-        self._fit(counts)
-        for phases in (Phases() for _ in range(FITS)):
-            gc.collect()
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-                self._fit(phases)
-            peaks.append(phases.peaks(measured))
-        return counts.counts | {phase: sorted(one[phase] for one in peaks)[FITS // 2] for phase in PHASES}
-
-    def _fit(self, callback: Callback) -> None:
-        torch.manual_seed(0)
-        arguments, module = self._side()
-        clip = None if self.strategy == "fsdp1" else 1.0  # Lightning's FSDP1 cannot clip by norm
-        given = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [callback], **arguments}
-        fit(module, tokens(), given.pop("plugin", None), STEPS, **given)
-
-    def _side(self) -> tuple[dict[str, Any], LightningModule]:
-        if self.strategy == ALONE:
-            plugin = plan if self.ours else HalfPrecision if self.mode == "bf16-true" else stock
-            return {"devices": 1, "plugin": cast("Any", plugin)(self.mode)}, LanguageModel()
-        if self.ours:
-            return _ours(self.strategy, self.mode)
-        return next(side for name, side, _ in ROWS if name == self.strategy)(self.mode)
+def _fit(strategy: str, mode: str, ours: bool, callback: Callback) -> None:
+    torch.manual_seed(0)
+    clip = None if strategy == "fsdp1" else 1.0  # Lightning's FSDP1 cannot clip by norm
+    given: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [callback]}
+    module: LightningModule = LanguageModel()
+    if strategy == ALONE:
+        plugin: Any = plan if ours else HalfPrecision if mode == "bf16-true" else stock
+        given |= {"devices": 1, "plugin": plugin(mode)}
+    else:
+        side = partial(_ours, strategy) if ours else next(side for name, side, _ in ROWS if name == strategy)
+        arguments, module = side(mode)
+        given |= arguments
+    fit(module, tokens(), given.pop("plugin", None), STEPS, **given)
 
 
 def _rows() -> Iterator[list[str]]:
     with Ranks(seconds=300) as ranks:
         for name, mode in ((name, mode) for name, modes in CELLS for mode in modes):
-            sides = [Counted(name, mode, ours) for ours in (False, True)]
-            stock, ours = (side.run() if name == ALONE else ranks.run(side)[0] for side in sides)
+            alone = name == ALONE
+            sides = ((name, mode, ours) for ours in (False, True))
+            stock, ours = (counted(*side) if alone else ranks.call(counted, *side)[0] for side in sides)
             cells = [f"{stock[key]} → {ours[key]}" for key in COUNTS]
             cells += [f"{stock[key] / 1e6:.0f} → {ours[key] / 1e6:.0f}" for key in ("bytes", *PHASES)]
             print(name, mode, *cells, sep=" | ", flush=True)

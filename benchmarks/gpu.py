@@ -88,23 +88,16 @@ def measured(module: Decoder, made: MixedPrecisionPlan, steps: int, **more: Any)
         torch.cuda.reset_peak_memory_stats()
     seconds = statistics.median(run(module, made, steps, **more))
     flops = module.flops_per_token * module.tokens / seconds
+    peak = hardware.peak(describe(torch.device(DEVICE)), "bf16")
     return {
         "step, ms": round(seconds * 1e3, 2),
         "tokens / s": round(module.tokens / seconds),
         "TFLOP/s": round(flops / 1e12, 2),
-        "share of bf16's peak": of_peak(flops, hardware.peak(describe(torch.device(DEVICE)), "bf16")),
+        "share of bf16's peak": "-" if peak is None else f"{flops / peak:.1%} of {peak / 1e12:g}",
         "peak, GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else "-",
         "last loss": round(float(module.last), 4),
         "skipped": int(made.skipped_steps),
     }
-
-
-def of_peak(flops: float, peak: float | None) -> str:
-    """What share of the data sheet's peak ``flops`` a second are."""
-    return "-" if peak is None else f"{flops / peak:.1%} of {peak / 1e12:g}"
-
-
-# ---------------------------------------------------------------------- the parts
 
 
 def tests(*, quick: bool) -> Figures:

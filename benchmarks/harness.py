@@ -6,7 +6,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,50 +41,27 @@ class LanguageModel(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-class Tiny(LightningModule):
+class Tiny(LanguageModel):
     """A net so small that a step is Lightning's loop and little else."""
 
     def __init__(self) -> None:
-        super().__init__()
+        LightningModule.__init__(self)
         self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0]).float().pow(2).mean()
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
 
 def tokens() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return DataLoader(TensorDataset(torch.randint(VOCABULARY, (512, CONTEXT), generator=generator)), batch_size=8)
+    return _batches(8, torch.randint(VOCABULARY, (512, CONTEXT), generator=torch.Generator().manual_seed(0)))
 
 
 def vectors() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return DataLoader(TensorDataset(torch.randn(8192, 32, generator=generator)), batch_size=16)
+    return _batches(16, torch.randn(8192, 32, generator=torch.Generator().manual_seed(0)))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model, its data, and how long to run it."""
-
-    name: str
-    module: Callable[[], LightningModule]
-    data: Callable[[], DataLoader[Any]]
-    rounds: int
-    steps: int
-    target: float
-
-    def length(self, *, quick: bool) -> tuple[int, int]:
-        return (2, WARM_UP + 4) if quick else (self.rounds, self.steps)
-
-
-#: one where arithmetic is everything, one where only overhead shows
-SHAPES = (
-    Shape("compute-bound GPT-2", LanguageModel, tokens, rounds=6, steps=17, target=1.03),
-    Shape("tiny MLP", Tiny, vectors, rounds=10, steps=305, target=1.05),
-)
+def _batches(size: int, rows: Tensor) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(rows), batch_size=size)
 
 
 def fit(module: LightningModule, data: Any, plugin: Any, steps: int, **more: Any) -> Trainer:

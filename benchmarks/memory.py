@@ -182,30 +182,24 @@ def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:
     return sum(new.values())
 
 
-@dataclass(frozen=True)
-class OfRank:
-    """The allocator's peak on this rank, and what it holds after two steps, in bytes."""
+def of_rank(cell: Cell, name: str) -> tuple[int, dict[str, int]]:
+    """The allocator's peak on this rank, and what it holds after two steps, in bytes.
 
-    cell: Cell
-    name: str
-
-    def run(self) -> tuple[int, dict[str, int]]:
-        """Run it some times, more often with tensor parallelism, which sends activations; the second least peak.
-
-        gloo's threads let go of what they sent at no fixed moment: in the run itself this adds, from the run before it
-        is counted as a fall.
-        """
-        peaks, holds, (word, options) = [], _Holds(), STRATEGIES[self.name]
-        for _ in range(6 if "tensor_parallel" in self.name else 3):
-            gc.collect()
-            with quiet(), PeakMemory() as peak:
-                plan = self.cell.plan()
-                given = {**_HERE, **ALONE, "callbacks": [holds], "devices": 2}
-                trainer = Trainer(**trainer_kwargs(plan, strategy=make_strategy(word, plan, **options), **given))
-                trainer.fit(self.cell.module(), itertools.repeat(self.cell.batch()))
-                del trainer
-            peaks.append(peak.bytes)
-        return sorted(peaks)[1], holds.bytes
+    It is run some times, more often with tensor parallelism, which sends activations, and the peak is the second least:
+    gloo's threads let go of what they sent at no fixed moment, which adds in the run itself, and from the run before it
+    is counted as a fall.
+    """
+    peaks, holds, (word, options) = [], _Holds(), STRATEGIES[name]
+    for _ in range(6 if "tensor_parallel" in name else 3):
+        gc.collect()
+        with quiet(), PeakMemory() as peak:
+            plan = cell.plan()
+            given = {**_HERE, **ALONE, "callbacks": [holds], "devices": 2}
+            trainer = Trainer(**trainer_kwargs(plan, strategy=make_strategy(word, plan, **options), **given))
+            trainer.fit(cell.module(), itertools.repeat(cell.batch()))
+            del trainer
+        peaks.append(peak.bytes)
+    return sorted(peaks)[1], holds.bytes
 
 
 def summed_up(found: Iterable[tuple[str, int, Sequence[float]]]) -> list[list[object]]:
@@ -234,7 +228,7 @@ def _sharded() -> Iterator[tuple[str, int, Sequence[float]]]:
 
     with Ranks() as ranks:
         for name, cell in itertools.product(STRATEGIES, SHARDED_CELLS):
-            said, answers = predicted(cell, name), ranks.run(OfRank(cell, name))
+            said, answers = predicted(cell, name), ranks.call(of_rank, cell, name)
             true, held = min(answers, key=lambda answer: answer[0])
             holds = sum(said.held[part] for part in HELD) / sum(held.values())
             yield name, true, [said.peak_bytes / true - 1, holds - 1]

@@ -1,13 +1,8 @@
-"""Step time of the ``mp_*`` strategies against Lightning's own under the same dtypes, in two processes.
-
-Both sides take turns in the same two processes; printed are medians and their ratio, of rank 0.
-``python -m benchmarks.sharded [--quick]``
-"""
+"""A step of the ``mp_*`` strategies and one of Lightning's own under the same dtypes, in turn in two processes."""
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,29 +12,15 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import (
-    MODES,
-    LanguageModel,
-    StepTimes,
-    device_name,
-    fit,
-    interleaved,
-    plan,
-    quietly,
-    stock,
-    tokens,
-)
+from benchmarks.harness import MODES, LanguageModel, StepTimes, fit, interleaved, plan, quietly, stock, tokens
 from lightning_mp import make_strategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import sharded_hosts  # Lightning's own strategies, let onto the CPU
-from support.ranks import run_ranks
+from support.ranks import Call, run_ranks
 
-TARGET = 1.05
 TARGETS = {"fsdp2 param_dtype": 1.03}
 BF16 = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
 Side = Callable[[str], tuple[dict[str, Any], LightningModule]]
@@ -113,45 +94,28 @@ def _ours(name: str, mode: str) -> tuple[dict[str, Any], LightningModule]:
     return {"plugin": made, "strategy": make_strategy(name.partition(" ")[0], made)}, LanguageModel()
 
 
-@dataclass(frozen=True)
-class Steps:
+def _seconds(name: str, side: Callable[[], tuple[dict[str, Any], LightningModule]], steps: int) -> list[float]:
+    arguments, module = side()
+    clip = None if name == "fsdp1" else 1.0  # Lightning's FSDP1 cannot clip by norm
+    times = StepTimes()
+    two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [times]}
+    fit(module, tokens(), arguments.pop("plugin", None), steps, **two, **arguments)
+    dist.barrier()
+    return times.seconds
+
+
+def of_ranks(row: int, mode: str, rounds: int, steps: int) -> dict[str, float]:
     """Median seconds a step of stock and plan, in turn; run by every rank."""
-
-    row: int
-    mode: str
-    rounds: int
-    steps: int
-
-    def run(self) -> dict[str, float]:
-        quietly()
-        name, theirs, _ = ROWS[self.row]
-        sides = {"stock": lambda: theirs(self.mode), "plan": lambda: _ours(name, self.mode)}
-        return interleaved({side: partial(self._seconds, build) for side, build in sides.items()}, self.rounds)
-
-    def _seconds(self, build: Callable[[], Any]) -> list[float]:
-        arguments, module = build()
-        # Lightning's FSDP1 cannot clip by norm
-        clip = None if ROWS[self.row][0] == "fsdp1" else 1.0
-        times = StepTimes()
-        two = {"accelerator": "cpu", "devices": 2, "gradient_clip_val": clip, "callbacks": [times]}
-        fit(module, tokens(), arguments.pop("plugin", None), self.steps, **two, **arguments)
-        dist.barrier()
-        return times.seconds
+    quietly()
+    name, theirs, _ = ROWS[row]
+    sides = {"stock": partial(theirs, mode), "plan": partial(_ours, name, mode)}
+    return interleaved({one: partial(_seconds, name, side, steps) for one, side in sides.items()}, rounds)
 
 
-def main() -> None:
-    rounds, steps = (2, 8) if "--quick" in sys.argv else (6, 17)
+def the_strategies(*, quick: bool) -> Iterator[tuple[str, str, float, float, str]]:
+    rounds, steps = (2, 8) if quick else (6, 17)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(".venv/torch_extensions").resolve()))
-    table = Table("strategy", "mode", "stock", "plan", "ratio", "target", title="A step, two processes on gloo")
     for row, (name, _, modes) in enumerate(ROWS):
         for mode in modes:
-            found = run_ranks(Steps(row, mode, rounds, steps), seconds=600)[0]
-            ratio, times = f"{found['plan'] / found['stock']:.3f}", [f"{one * 1e3:.1f} ms" for one in found.values()]
-            table.add_row(name, mode, *times, ratio, f"<= {TARGETS.get(name, TARGET)}")
-            print(f"{name} {mode}: {ratio}", flush=True)
-    Console(width=120).print(table)
-    print(f"{device_name()} a process; torch {torch.__version__}")
-
-
-if __name__ == "__main__":
-    main()
+            found = run_ranks(Call(of_ranks, (row, mode, rounds, steps)), seconds=600)[0]
+            yield name, mode, found["stock"], found["plan"], f"<= {TARGETS.get(name, 1.05)}"

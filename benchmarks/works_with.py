@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,28 +76,25 @@ def _gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16))
 
 
-def _next_token(net: Any, tokens: Any) -> Any:
-    return net(input_ids=tokens, labels=tokens).loss
-
-
 def transformers(given: dict[str, Any], folder: Path) -> Outcome:
     from transformers import GPT2LMHeadModel
 
-    tokens = torch.randint(64, (4, 16))
-    net = _gpt2()
-    fit(task(net, _next_token, (tokens,)), given)
-    net.save_pretrained(folder)
-    return net, predicted(net, tokens), predicted(GPT2LMHeadModel.from_pretrained(folder), tokens)
+    return _fine_tuned(_gpt2(), given, folder, GPT2LMHeadModel.from_pretrained)
 
 
 def peft(given: dict[str, Any], folder: Path) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    tokens, base = torch.randint(64, (4, 16)), _gpt2()
+    base = _gpt2()
     net = get_peft_model(copy.deepcopy(base), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
-    fit(task(net, _next_token, (tokens,)), given)
+    return _fine_tuned(net, given, folder, partial(PeftModel.from_pretrained, base))
+
+
+def _fine_tuned(net: Any, given: dict[str, Any], folder: Path, load: Callable[..., Any]) -> Outcome:
+    tokens = torch.randint(64, (4, 16))
+    fit(task(net, lambda net, tokens: net(input_ids=tokens, labels=tokens).loss, (tokens,)), given)
     net.save_pretrained(folder)
-    return net, predicted(net, tokens), predicted(PeftModel.from_pretrained(base, folder), tokens)
+    return net, predicted(net, tokens), predicted(load(folder), tokens)
 
 
 def bitsandbytes(given: dict[str, Any], folder: Path) -> Outcome:

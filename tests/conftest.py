@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.ranks import Call, Ranks, in_a_fork
+from support.ranks import Ranks, in_a_fork
 
 if "OMP_NUM_THREADS" not in os.environ:  # as under `make test`: two threads add up in another order than one
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,7 +35,7 @@ def ranks() -> Iterator[Ranks]:
 def pristine() -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that has set nothing and run nothing: a fork of one that imports it."""
     with Ranks(1) as started:
-        yield lambda function, *arguments: started.run(Call(in_a_fork, (function, *arguments)))[0]
+        yield lambda function, *arguments: started.call(in_a_fork, function, *arguments)[0]
 
 
 @pytest.fixture

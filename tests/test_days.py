@@ -14,15 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import Tensor, nn
@@ -66,8 +58,8 @@ def _fit(trainer: Trainer, net: Net | None = None, **options: Any) -> Net:
     return net
 
 
-def _checkpoints(**options: Any) -> ModelCheckpoint:
-    return ModelCheckpoint("kept", save_last=True, save_top_k=0, **options)
+def _checkpoints(**options: Any) -> lightnings.ModelCheckpoint:
+    return lightnings.ModelCheckpoint("kept", save_last=True, save_top_k=0, **options)
 
 
 def _resume(make: Make) -> Net:
@@ -112,11 +104,11 @@ def _with(*callbacks: Callable[[], Callback], **arguments: Any) -> Day:
 
 
 def _logger(logger: Callable[[], Any]) -> Day:
-    return lambda make: _fit(make(logger=logger(), callbacks=[LearningRateMonitor()]))
+    return lambda make: _fit(make(logger=logger(), callbacks=[lightnings.LearningRateMonitor()]))
 
 
 def _swa() -> Callback:
-    return StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
+    return lightnings.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
 
 
 DAYS: dict[str, Day] = {
@@ -128,10 +120,12 @@ DAYS: dict[str, Day] = {
     "validation between two fits": _validate_and_predict,
     "moving average": _with(lambda: EMAWeightAveraging(decay=0.5)),
     "stochastic weight averaging": _with(_swa, max_epochs=4),
-    "accumulation that changes": _with(lambda: GradientAccumulationScheduler({0: 1, 1: 4})),
-    "backbone finetuning": _with(lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)),
-    "early stopping": _with(lambda: EarlyStopping("val_loss", patience=1, min_delta=1e9), max_epochs=5),
-    "a learning rate that is found": _with(lambda: LearningRateFinder(num_training_steps=4, update_attr=True)),
+    "accumulation that changes": _with(lambda: lightnings.GradientAccumulationScheduler({0: 1, 1: 4})),
+    "backbone finetuning": _with(lambda: lightnings.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)),
+    "early stopping": _with(lambda: lightnings.EarlyStopping("val_loss", patience=1, min_delta=1e9), max_epochs=5),
+    "a learning rate that is found": _with(
+        lambda: lightnings.LearningRateFinder(num_training_steps=4, update_attr=True)
+    ),
     "clipping": _with(gradient_clip_val=0.1),
     "CSVLogger": _logger(lambda: CSVLogger(".")),
     "TensorBoardLogger": _logger(lambda: TensorBoardLogger(".")),
@@ -149,7 +143,7 @@ def _live(day: Day, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: Ca
     def make(callbacks: Any = (), **options: Any) -> Trainer:
         own = arguments()
         callbacks = [*callbacks, *own.pop("callbacks", [])]
-        saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        saves = any(isinstance(callback, lightnings.ModelCheckpoint) for callback in callbacks)
         common = {"max_epochs": 2, "log_every_n_steps": 1, "enable_checkpointing": saves}
         return quiet_trainer(callbacks=callbacks, **{**common, **options}, **own)
 

@@ -6,38 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    ConvNextConfig,
-    ConvNextForImageClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
 from typer.testing import CliRunner
 
+from conformance.families import FAMILIES
 from lightning_mp import MixedPrecisionPlan, PlanError, first_difference
 from lightning_mp.cli import app
 from support.cells import WHOLE
 from support.comparing import same
-
-IDS = torch.arange(64).reshape(2, 32) % 50
-PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-IMAGES = {"pixel_values": PIXELS, "labels": torch.tensor([0, 1, 2, 3])}
-MODELS = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=50, bos_token_id=0)),
-    "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
-    ),
-    "resnet": lambda: ResNetForImageClassification(
-        ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=4)
-    ),
-    "convnext": lambda: ConvNextForImageClassification(
-        ConvNextConfig(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, num_labels=4)
-    ),
-}
 
 
 class Fp8UnderAutocast(nn.Module):
@@ -101,15 +76,16 @@ def test_what_is_planted_is_the_first_difference(case: str) -> None:
 HEALTHY = [
     pytest.param(model, *other, marks=WHOLE if other[1] and model != "gpt2" else [])
     for other in (("bf16-mixed", ""), ("16-mixed", ""), ("bf16-true", ""), ("32-true", "eager"))
-    for model in MODELS
+    for model in ("gpt2", "llama", "resnet", "convnext")
 ]
 
 
 @pytest.mark.parametrize(("model", "b", "backend"), HEALTHY)
 def test_a_healthy_model_has_none(model: str, b: str, backend: str) -> None:
-    torch.manual_seed(0)
-    batch = IMAGES if model in ("resnet", "convnext") else {"input_ids": IDS, "labels": IDS}
-    found = first_difference(MODELS[model](), batch, "32-true", b, compile=backend)
+    family = FAMILIES[model]
+    batch = family.batch(torch.Generator())
+    batch.pop("attention_mask", None)
+    found = first_difference(family.model(), batch, "32-true", b, compile=backend)
     assert found.rows == ()
     assert found.left_out == {}
     assert found.compared > 15

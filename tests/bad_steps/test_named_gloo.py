@@ -1,6 +1,5 @@
 """Gradients are summed, so that all ranks see what is not finite: the error names the rank whose own were bad."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -53,26 +52,19 @@ class Sick(Ranked):
                 local(parameter.grad).fill_(float("inf"))
 
 
-@dataclass(frozen=True)
-class Stopped:
+def stopped(host: str, mode: str, how: str) -> dict[str, Any]:
     """The error that each rank's run ends with, two skips being allowed."""
-
-    host: str
-    mode: str
-    how: str
-
-    def run(self) -> dict[str, Any]:
-        options = {"loss_scaling": LossScaling.static(64.0), "nonfinite": NonFinite(max_consecutive=2)}
-        try:
-            trained(self.mode, HOSTS[self.host](), Sick(self.how), **options)
-        except NonFiniteError as error:
-            return {**vars(error), "said": str(error)}
-        return {}
+    options = {"loss_scaling": LossScaling.static(64.0), "nonfinite": NonFinite(max_consecutive=2)}
+    try:
+        trained(mode, HOSTS[host](), Sick(how), **options)
+    except NonFiniteError as error:
+        return {**vars(error), "said": str(error)}
+    return {}
 
 
 @pytest.mark.parametrize(("host", "mode", "how"), CASES)
 def test_every_rank_names_the_guilty_one(ranks: Ranks, host: str, mode: str, how: str) -> None:
-    one, other = ranks.run(Stopped(host, mode, how))
+    one, other = ranks.call(stopped, host, mode, how)
     assert one == other
     assert (one["rank"], one["step"]) == (BAD_RANK, 4)
     named = one["parameter"] if how == "hook" else one["module"]

@@ -77,28 +77,20 @@ def _scheduled(module: Breaks) -> Breaks:
     return module
 
 
-class Scales(Callback):
-    def __init__(self) -> None:
-        self.scales: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.scales.append(1.0 if scaler is None else scaler.get_scale())
-
-
 @pytest.mark.parametrize("mode", STOCK)
 @pytest.mark.parametrize("every", [1, 2, 4])
 def test_all_is_as_the_checkpoint_was_and_the_run_goes_on(
     tmp_path: Path, rewinds: Rewinds, every: int, mode: str
 ) -> None:
-    module, trace, scales = _scheduled(Spoilt("loss", (BAD,))), Trace(), Scales()
+    module, trace = _scheduled(Spoilt("loss", (BAD,))), Trace()
     saved = _every(tmp_path / "saved", every)
-    runner = rewinds.fit(module, trace, scales, saved, mode=mode)
+    runner = rewinds.fit(module, trace, saved, mode=mode)
     assert runner.ckpt_path is None
     last = BAD // every * every  # the step after which it was written
     assert same_weights(trace.weights[BAD], trace.weights[last - 1])
     torch.testing.assert_close(trace.states[BAD], trace.states[last - 1], rtol=0, atol=0)
-    assert scales.scales[BAD] == scales.scales[last - 1]
+    assert trace.scales[BAD : BAD + 1] == trace.scales[last - 1 : last]
+    assert len(trace.scales) == (8 if mode == "16-mixed" else 0)
     assert trace.global_steps == list(range(1, 9))
     assert module.lrs[BAD + 1] == module.lrs[last]
     assert len(module.losses) == 8

@@ -16,30 +16,20 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-import lightning_mp.callbacks
-from lightning_mp import PlanError
-from lightning_mp.callbacks import (
-    ActivationCheckpointing,
-    DtypePinning,
-    EnableTF32,
-    LossScaleMonitor,
-    NonFiniteGuard,
-    PrecisionAudit,
-    TrainingHealth,
-)
+from lightning_mp import PlanError, callbacks
 from support.manual import Manual, between
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
-    "EnableTF32": lambda: EnableTF32("high"),
-    "DtypePinning": lambda: DtypePinning({"LayerNorm": "bf16", "net.3": "fp32"}),
-    "ActivationCheckpointing": lambda: ActivationCheckpointing("net"),
-    "NonFiniteGuard": NonFiniteGuard,
-    "LossScaleMonitor": LossScaleMonitor,
-    "PrecisionAudit": PrecisionAudit,
-    "TrainingHealth": TrainingHealth,
+    "EnableTF32": lambda: callbacks.EnableTF32("high"),
+    "DtypePinning": lambda: callbacks.DtypePinning({"LayerNorm": "bf16", "net.3": "fp32"}),
+    "ActivationCheckpointing": lambda: callbacks.ActivationCheckpointing("net"),
+    "NonFiniteGuard": callbacks.NonFiniteGuard,
+    "LossScaleMonitor": callbacks.LossScaleMonitor,
+    "PrecisionAudit": callbacks.PrecisionAudit,
+    "TrainingHealth": callbacks.TrainingHealth,
 }
 #: those that change something, and the plan's field that does the same
 ACTING = {
@@ -93,7 +83,7 @@ class Fails(Regression):
 
 
 def test_every_public_callback_is_under_this_contract() -> None:
-    assert set(lightning_mp.callbacks.__all__) == {*CALLBACKS, "replay_saved"}
+    assert set(callbacks.__all__) == {*CALLBACKS, "replay_saved"}
 
 
 @every_callback
@@ -164,11 +154,11 @@ def test_a_backward_pass_while_evaluating_is_no_training_step(name: str) -> None
         trainer(**arguments).fit(module, batches(), batches())  # validates before training, too
         runs.append(weights(module))
     assert same_weights(*runs)
-    assert isinstance(callback, PrecisionAudit | LossScaleMonitor) or _steps_of(callback) == 8
+    assert isinstance(callback, callbacks.PrecisionAudit | callbacks.LossScaleMonitor) or _steps_of(callback) == 8
 
 
 def _steps_of(callback: Any) -> int:
-    return callback.applied_steps if isinstance(callback, NonFiniteGuard) else len(callback.rows)
+    return callback.applied_steps if isinstance(callback, callbacks.NonFiniteGuard) else len(callback.rows)
 
 
 @pytest.mark.parametrize("name", ACTING)
@@ -233,8 +223,8 @@ def test_a_module_without_an_optimizer_takes_each_batch_once(mode: str) -> None:
 
 
 WATCHING: dict[str, Callable[[Path], Any]] = {
-    "health": lambda folder: TrainingHealth(folder, report=False),
-    "audit": lambda folder: PrecisionAudit(run_dir=folder),
+    "health": lambda folder: callbacks.TrainingHealth(folder, report=False),
+    "audit": lambda folder: callbacks.PrecisionAudit(run_dir=folder),
 }
 ORDERS = [order for count in (1, 2) for order in permutations(WATCHING, count)]
 
@@ -263,7 +253,7 @@ def test_no_mode_stays_behind(order: tuple[str, ...], module: Any, tmp_path: Pat
         runner.fit(module(), batches())
     assert not is_in_torch_dispatch_mode()
     assert not {"training_step", "backward"} & vars(runner.strategy).keys()
-    counted = [callback for callback in runner.callbacks if isinstance(callback, TrainingHealth)]
+    counted = [callback for callback in runner.callbacks if isinstance(callback, callbacks.TrainingHealth)]
     if counted and (module is Regression or module is LeftOut):
         assert len(counted[0].rows) == 8 * (2 if module is Regression else 1)
 

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +147,14 @@ FILES = {"fsdp2": 2, "zero2": 2, "zero3": 1}
 EACH = ["fsdp2", *(pytest.param(host, marks=pytest.mark.slow) for host in ("zero2", "zero3"))]
 
 
-@dataclass(frozen=True)
-class Save:
-    host: str
-    steps: int
-    path: str
-    file: int | None = None
-
-    def run(self) -> dict[str, Any]:
-        fitted = trainer(plugins=[MixedPrecisionPlan("32-true")], max_steps=self.steps, **HOSTS[self.host]())
-        module = Regression(torch.optim.AdamW)
-        fitted.fit(module, batches())
-        if rank() == 0 and self.file is not None:
-            sys.addaudithook(Killer(self.file))
-        fitted.save_checkpoint(self.path)
-        return whole(module)
+def save(host: str, steps: int, path: str, file: int | None = None) -> dict[str, Any]:
+    fitted = trainer(plugins=[MixedPrecisionPlan("32-true")], max_steps=steps, **HOSTS[host]())
+    module = Regression(torch.optim.AdamW)
+    fitted.fit(module, batches())
+    if rank() == 0 and file is not None:
+        sys.addaudithook(Killer(file))
+    fitted.save_checkpoint(path)
+    return whole(module)
 
 
 class Killer:
@@ -179,10 +171,10 @@ class Killer:
 @pytest.mark.parametrize("host", EACH)
 def test_what_was_there_is_still_there(host: str, ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    ranks.run(Save(host, 2, str(path)))
+    ranks.call(save, host, 2, str(path))
     before = read_full(path, weights_only=False)
     with pytest.raises(RankError, match="exit code -9"):
-        ranks.run(Save(host, 4, str(path), FILES[host]))
+        ranks.call(save, host, 4, str(path), FILES[host])
     after = read_full(path, weights_only=False)
     assert after["global_step"] == before["global_step"] == 2
     assert same(before["state_dict"], after["state_dict"])

@@ -64,18 +64,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.whole
-def test_every_plan_has_a_row_and_tf32_says_why_it_has_none(demo: tuple[str, Path]) -> None:
-    printed, out = demo
-    assert not any(ord(character) < 32 for character in printed.replace("\n", ""))
-    assert "tf32: left out, since this CPU has no TF32." in printed
-    rows = [line.split()[0] for line in printed[printed.index("─") :].splitlines()[1:5]]
-    assert tuple(rows) == RAN
-    assert printed.splitlines()[-1] == f"written: {out / 'compare.html'}, {out / 'compare.json'}"
-    assert "<html" in (out / "compare.html").read_text(encoding="utf-8")[:500]
-
-
-@pytest.mark.slow
-@pytest.mark.whole
 def test_plans_train_the_same_model_in_less_memory(demo: tuple[str, Path]) -> None:
     plans = {plan["name"]: plan for plan in json.loads((demo[1] / "compare.json").read_text())["plans"]}
     first = [plan["runs"][0]["losses"][0] for plan in plans.values()]

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,19 +26,14 @@ SHORT = (
 )
 
 
-@dataclass(frozen=True)
-class Experiment:
+def experiment(folder: Path) -> int:
     """Trains as ``lightning-mp train`` does, with DeepSpeed as it is on CUDA."""
-
-    folder: Path
-
-    def run(self) -> int:
-        with fp16_supported():
-            return train(["experiment=longspec", f"run_dir={self.folder}", *SHORT], lambda _: None)
+    with fp16_supported():
+        return train(["experiment=longspec", f"run_dir={folder}", *SHORT], lambda _: None)
 
 
 def test_the_recipe_trains_as_it_is_declared(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(Experiment(tmp_path)) == [0, 0]
+    assert ranks.call(experiment, tmp_path) == [0, 0]
     audit = json.loads((tmp_path / "audit.json").read_text())
     assert audit["ok"], audit
     stored = {row["module"]: row["param"] for row in audit["rows"]}

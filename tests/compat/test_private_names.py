@@ -13,11 +13,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import lightning_mp
-from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
+from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.callbacks import LossScaleMonitor
 from lightning_mp.compat import VERSIONS, installed, transformers
 from lightning_mp.compat import torch as compat
 from support.models import Regression
+from support.running import faults_of
 
 ROOT = Path(lightning_mp.__file__).parent
 #: attributes without an underscore that a release may rename all the same
@@ -36,6 +37,10 @@ DISTRIBUTIONS = {"deepspeed": "deepspeed", "lightning": "lightning", "torch": "t
 LEFT_OUT = ("_inductor", "testing", "include", "onnx", "_dynamo", "_refs", "sparse", "ao", "models")
 
 
+#: a blank for every byte that is in no name; a regular expression would take five times as long
+BETWEEN = bytes(byte if chr(byte) == "_" or (chr(byte).isalnum() and byte < 128) else 32 for byte in range(256))
+
+
 @cache
 def _words(package: str) -> set[str]:
     spec = find_spec(package)
@@ -44,8 +49,8 @@ def _words(package: str) -> set[str]:
     root = Path(spec.origin).parent
     files = [path for end in ("*.py", "*.pyi") for path in root.rglob(end)]
     files = [path for path in files if path.relative_to(root).parts[0] not in LEFT_OUT]
-    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in files)
-    return {word for text in texts for word in re.findall(r"\b[A-Za-z_]\w*", text)}
+    words = set[bytes]().union(*(path.read_bytes().translate(BETWEEN).split() for path in files))
+    return {word.decode(errors="ignore") for word in words}
 
 
 @pytest.mark.parametrize("package", UNDOCUMENTED)
@@ -99,9 +104,7 @@ def test_a_release_out_of_bounds_is_refused(name: str, release: str, monkeypatch
         *([LossScaleMonitor] if name == "lightning" else []),
     ]
     for start in starts:
-        with pytest.raises(PlanError) as caught:
-            start()
-        assert [str(fault) for fault in caught.value.faults] == [said]
+        assert [str(fault) for fault in faults_of(start)] == [said]
 
 
 #: documented by Python, and Hydra's keywords

@@ -20,6 +20,7 @@ from conformance.rows import CompiledRow
 from conformance.strategies import trainer_arguments
 from lightning_mp.compat.lightning import LightningModule
 from support.fp8 import VOCABULARY, Language
+from support.sharded import full
 
 STEPS, ROWS, LENGTH = 5, 4, 8
 
@@ -50,7 +51,7 @@ class Learner(Language):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         named = [(name.replace("_orig_mod.", ""), one.grad) for name, one in self.named_parameters()]
-        self.each_gradients.append({name: _whole(grad) for name, grad in named if grad is not None})
+        self.each_gradients.append({name: full(grad) for name, grad in named if grad is not None})
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -58,11 +59,6 @@ class Learner(Language):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def _given(module: Learner, row: CompiledRow) -> Any:

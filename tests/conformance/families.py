@@ -43,9 +43,6 @@ class Family:
         return model.train()
 
 
-# ---------------------------------------------------------------------- batches
-
-
 def _ids(generator: torch.Generator, length: int = LENGTH) -> Tensor:
     return torch.randint(3, VOCABULARY, (ROWS, length), generator=generator)
 
@@ -112,9 +109,6 @@ def _graph(generator: torch.Generator) -> dict[str, Tensor]:
     return {"x": torch.randn(8, WIDTH, generator=generator), "edges": edges, "y": torch.randn(8, generator=generator)}
 
 
-# ---------------------------------------------------------------------- losses
-
-
 def _own(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).loss
 
@@ -126,8 +120,6 @@ def _regress(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.cross_entropy(model(batch[0]).float(), batch[1])
 
-
-# ---------------------------------------------------------------------- transformers
 
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -308,9 +300,6 @@ SIGHT_AND_SOUND = {
         patch_length=4, patch_stride=4, prediction_length=4, d_model=WIDTH, ffn_dim=64, norm_type="layernorm",
     ),
 }  # fmt: skip
-
-
-# ---------------------------------------------------------------------- torch's own layers, and other architectures
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from conformance.judge import Verdict
 from conformance.observe import Run
 from conformance.rows import ROWS, CompiledRow, FamilyRow
 from conformance.strategies import TIMEOUT, environment, world
-from support.ranks import Call, RankError, Ranks
+from support.ranks import RankError, Ranks
 
 Progress = Callable[[str, str, Verdict, float], None]
 Key = tuple[str, str]
@@ -90,7 +90,7 @@ def _reference(one: Ranks, name: str) -> Any:
     try:
         # the plain loop of a family does not recompute
         name = name.removesuffix("+ckpt") if isinstance(ROWS[name], FamilyRow) else name
-        return one.run(Call(plain_loop, (name,)))[0]
+        return one.call(plain_loop, name)[0]
     except RankError as error:
         return str(error)
 
@@ -101,7 +101,7 @@ def _cell(ranks: Ranks, strategy: str, name: str, reference: Any, folder: Path) 
     row, of_family = ROWS[name], isinstance(reference, family_runs.Reference)
     folder.mkdir()
     try:
-        cells = ranks.run(Call(on_a_rank, (strategy, name, folder, reference.rates if of_family else ())))
+        cells = ranks.call(on_a_rank, strategy, name, folder, reference.rates if of_family else ())
     except RankError as error:
         return Verdict(judge.FAILED, [str(error)])
     finally:

@@ -12,7 +12,8 @@ from conformance import compiled, matrix
 from conformance.judge import DIFFERS, REFUSED, SAME
 from conformance.rows import COMPILED_ROWS, TABLES, choose
 from conformance.strategies import world
-from support.ranks import Call, Ranks
+from support.cells import WHOLE
+from support.ranks import Ranks
 
 ROWS, STRATEGIES = TABLES["compiled"]
 
@@ -23,12 +24,10 @@ def _sample(backend: str) -> list[tuple[str, str]]:
 
 
 def _cells() -> Iterator[Any]:
-    """A graph of inductor's takes seconds, and FP8 is emulated in many operators."""
+    """A graph of inductor's takes seconds, and FP8 is emulated in many operators: CI runs them in a sample of all."""
     quick = ("single", "block.compile() inductor: bf16-mixed+all")
     for cell in (quick, *_sample("aot_eager"), *_sample("inductor")):
-        slow = "inductor" in cell[1] or "fp8" in cell[1] or world(cell[0]) > 1
-        whole = cell != quick and ("inductor" in cell[1] or ("fp8" in cell[1] and world(cell[0]) > 1))
-        marks = [pytest.mark.slow, *([pytest.mark.whole] if whole else [])] if slow else []
+        marks = list(WHOLE) if "inductor" in cell[1] or "fp8" in cell[1] or world(cell[0]) > 1 else []
         if "fp8" in cell[1]:
             marks.append(pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao"))
         yield pytest.param(*cell, marks=marks)
@@ -48,7 +47,7 @@ def pools() -> Iterator[dict[int, Ranks]]:
 @pytest.mark.parametrize(("strategy", "name"), [*_cells()])
 def test_a_compiled_run_is_the_eager_run(strategy: str, name: str, pools: dict[int, Ranks]) -> None:
     row = COMPILED_ROWS[name]
-    cells = pools[world(strategy)].run(Call(matrix.on_a_rank, (strategy, name, Path(), ())))
+    cells = pools[world(strategy)].call(matrix.on_a_rank, strategy, name, Path(), ())
     verdict = compiled.judge(strategy, row, cells)
     assert verdict.word == (REFUSED if compiled.is_refused(strategy, row) else SAME), verdict.reasons
 

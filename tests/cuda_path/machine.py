@@ -287,7 +287,10 @@ class Processes:
 
     def run(self, case: Case, machine: Machine | None = None) -> Any:
         """What ``case.run()`` returned on ``machine``; raises RankError where it failed, died or hung."""
-        return self._ranks.run(Call(_forked, (asdict(machine or Machine()), pickle.dumps(case))))[0]
+        return self._ranks.call(_forked, asdict(machine or Machine()), pickle.dumps(case))[0]
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self.run(Call(function, arguments))
 
 
 def _forked(machine: Mapping[str, Any], case: bytes) -> Any:

@@ -1,7 +1,6 @@
 """To unscale gradients, look at them and clip them takes as many operators for many parameters as for few."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -35,49 +34,39 @@ STEPS: dict[str, Callable[[list[Tensor]], Any]] = {
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Launched:
-    dtype: str
-    counts: tuple[int, ...]
-
-    def run(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {name: [] for name in STEPS}
-        with watching() as watched:
-            for count in self.counts:
-                parameters = [torch.ones(8, device=CUDA, dtype=getattr(torch, self.dtype)) for _ in range(count)]
-                for parameter in parameters:
-                    parameter.grad = torch.ones_like(parameter)
-                for name, step in STEPS.items():
-                    watched.operators.clear()
-                    watched.on = True
-                    step(parameters)
-                    watched.on = False
-                    found[name].append(sum(n for func, n in watched.operators.items() if not func.startswith("prim")))
-        return found
+def launched(dtype: str, counts: tuple[int, ...]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {name: [] for name in STEPS}
+    with watching() as watched:
+        for count in counts:
+            parameters = [torch.ones(8, device=CUDA, dtype=getattr(torch, dtype)) for _ in range(count)]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            for name, step in STEPS.items():
+                watched.operators.clear()
+                watched.on = True
+                step(parameters)
+                watched.on = False
+                found[name].append(sum(n for func, n in watched.operators.items() if not func.startswith("prim")))
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operators_do_not_grow_with_the_number_of_parameters(dtype: str, cuda: Processes) -> None:
-    for name, (few, many) in cuda.run(Launched(dtype, (3, 300))).items():
+    for name, (few, many) in cuda.call(launched, dtype, (3, 300)).items():
         assert many == few > 0, name
 
 
-@dataclass(frozen=True)
-class WideHead:
+def wide_head(dtype: str) -> list[str]:
     """The products of a forward and a backward pass of a Linear pinned so that it sums in fp32."""
-
-    dtype: str
-
-    def run(self) -> list[str]:
-        with watching() as watched:
-            root = nn.Sequential(nn.Linear(32, 16)).cuda()
-            pin(root, [Pin("0", self.dtype, accumulate="fp32")], device="cuda")
-            rows = torch.ones(2, 3, 32, device=CUDA, requires_grad=True)
-            watched.on = True
-            root(rows).sum().backward()
-            return sorted(name for name in watched.operators.elements() if "mm" in name)
+    with watching() as watched:
+        root = nn.Sequential(nn.Linear(32, 16)).cuda()
+        pin(root, [Pin("0", dtype, accumulate="fp32")], device="cuda")
+        rows = torch.ones(2, 3, 32, device=CUDA, requires_grad=True)
+        watched.on = True
+        root(rows).sum().backward()
+        return sorted(name for name in watched.operators.elements() if "mm" in name)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_wide_head_is_one_product_of_half_operands(dtype: str, cuda: Processes) -> None:
-    assert cuda.run(WideHead(dtype)) == ["aten.mm.default", "aten.mm.default", "aten.mm.dtype"]
+    assert cuda.call(wide_head, dtype) == ["aten.mm.default", "aten.mm.default", "aten.mm.dtype"]

@@ -143,23 +143,19 @@ def test_weights_are_read_rounded_and_written_between_steps(ranks: Ranks) -> Non
         assert half["run"]["weights"]["net.2.weight"].abs().max() <= 0.125 * (1 + 2**-9)
 
 
-@dataclass(frozen=True)
-class Earlier:
-    folder: Path
+def earlier(folder: Path) -> list[Any]:
+    def run(half: bool = True, **options: Any) -> Any:
+        module, host = Ranked(optimizer="sgd"), HOSTS["zero2"](half_weights=half)
+        return trained("16-mixed", host, module, data=ResumableBatches(), **options)["weights"]
 
-    def run(self) -> list[Any]:
-        def run(half: bool = True, **options: Any) -> Any:
-            module, host = Ranked(optimizer="sgd"), HOSTS["zero2"](half_weights=half)
-            return trained("16-mixed", host, module, data=ResumableBatches(), **options)["weights"]
-
-        fp32 = run(half=False, callbacks=[SaveAt(self.folder, 4)])
-        resumed = run(ckpt_path=self.folder / "4.ckpt", callbacks=[SaveAt(self.folder, 6)])
-        return [fp32, resumed, run(ckpt_path=self.folder / "6.ckpt")]
+    fp32 = run(half=False, callbacks=[SaveAt(folder, 4)])
+    resumed = run(ckpt_path=folder / "4.ckpt", callbacks=[SaveAt(folder, 6)])
+    return [fp32, resumed, run(ckpt_path=folder / "6.ckpt")]
 
 
 def test_a_checkpoint_of_fp32_weights_goes_on_with_half_ones_and_masters_are_saved(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    for fp32, resumed, again in ranks.run(Earlier(tmp_path)):
+    for fp32, resumed, again in ranks.call(earlier, tmp_path):
         assert same_weights(resumed, fp32)
         assert same_weights(again, fp32)

@@ -17,7 +17,7 @@ from support.deepspeed_json import WHOLE_FP16, fp16_supported
 from support.fsdp2_halves import Penalised, Text, text
 from support.models import FEATURES, HIDDEN, same_weights
 from support.oracles import plan_for
-from support.ranks import Call, Ranks
+from support.ranks import Ranks
 from support.running import fit
 from support.sharded import HOSTS, RATE, Both, Ranked, on, refused, trained
 
@@ -89,7 +89,7 @@ def _as_on_cuda(both: Both) -> dict[str, Any]:
 @pytest.mark.parametrize(("stage", "mode"), [("2", "16-true"), ("3", "16-mixed")])
 def test_with_fp16_enabled_in_the_json_nothing_changes(ranks: Ranks, stage: str, mode: str) -> None:
     """As on CUDA, where DeepSpeed takes fp16: its casts are kept out all the same."""
-    for result in ranks.run(Call(_as_on_cuda, (_both(stage, mode),))):
+    for result in ranks.call(_as_on_cuda, _both(stage, mode)):
         assert _is_ddps(result)
 
 
@@ -114,7 +114,7 @@ def _given_and_left() -> dict[str, Any]:
 
 
 def test_a_real_fp16_block_reaches_the_engine_and_nothing_is_left_in_the_process(ranks: Ranks) -> None:
-    for found in ranks.run(Call(_given_and_left, ())):
+    for found in ranks.call(_given_and_left):
         assert found["block"] == WHOLE_FP16
         assert found["scaler"] == (2.0**16, True)
         assert found["cast"] == "DeepSpeedEngine._cast_module_mixed_precision"
@@ -140,9 +140,9 @@ def _reads_a_weight() -> str:
 
 
 def test_stage_3_gathers_in_half_precision_and_trains_what_it_did(ranks: Ranks) -> None:
-    for result in ranks.run(Call(_half_and_stored, ())):
+    for result in ranks.call(_half_and_stored):
         assert result["gathered"] == 319_360
         assert same(result["half"], result["stored"])
-    for said in ranks.run(Call(_reads_a_weight, ())):
+    for said in ranks.call(_reads_a_weight):
         assert "net.2.weight" in said
         assert "pins={'net.2': 'fp32'}" in said

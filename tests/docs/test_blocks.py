@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_mp.numerics.dtypes import set_tf32
+from support.cells import WHOLE
 from support.docs import blocks, commands, pages, text
 from support.docs_run import SETUPS, PageRun, Setup
 
@@ -54,8 +55,12 @@ def _has_slow(page: str) -> bool:
     return setup.all_slow or any(re.match(pattern, line) for pattern in setup.slow for line in lines)
 
 
+#: what the tutorial does, pages of its own and the examples do each
+LONGEST = {"docs/tutorial.md": WHOLE}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if _has_slow(page)])
+@pytest.mark.parametrize("page", [pytest.param(page, marks=LONGEST.get(page, [])) for page in PAGES if _has_slow(page)])
 def test_the_long_commands_of_a_page_run_too(page: str) -> None:
     _run(page, all_commands=True)
 

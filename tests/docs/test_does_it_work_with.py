@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from lightning_mp import MixedPrecisionPlan, PlanError
@@ -121,6 +121,8 @@ def test_weights_are_exported_to_from_pretrained(tmp_path: Path) -> None:
 
 
 def test_other_trainers_take_no_plan() -> None:
+    from transformers import Trainer
+
     plan: Any = MixedPrecisionPlan("bf16-mixed")
     with pytest.raises(TypeError, match="plugins"):
         Trainer(nn.Linear(2, 1), plugins=[plan])  # pyright: ignore[reportCallIssue]

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,35 +50,28 @@ class Steps(Regression):
         self.next_began.set()
 
 
-@dataclass(frozen=True)
-class Fit:
-    folder: str
-    later: bool = True
-    kill_at: int | None = None
-    waits: bool = False
-
-    def run(self) -> dict[int, Any]:
-        saves = ModelCheckpoint(self.folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
-        plan = MixedPrecisionPlan("32-true")
-        strategy = make_strategy("fsdp2", plan, process_group_backend="gloo", async_save=self.later)
-        runner = trainer(
-            plugins=[plan], max_steps=4, devices=2, strategy=strategy, enable_checkpointing=True, callbacks=[saves]
-        )
-        module = Steps(self.kill_at, self.waits)
-        runner.fit(module, batches())
-        return module.after
+def fit_and_save(folder: str, later: bool = True, kill_at: int | None = None, waits: bool = False) -> dict[int, Any]:
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
+    plan = MixedPrecisionPlan("32-true")
+    strategy = make_strategy("fsdp2", plan, process_group_backend="gloo", async_save=later)
+    runner = trainer(
+        plugins=[plan], max_steps=4, devices=2, strategy=strategy, enable_checkpointing=True, callbacks=[saves]
+    )
+    module = Steps(kill_at, waits)
+    runner.fit(module, batches())
+    return module.after
 
 
 @pytest.mark.parametrize("protocol", ["", "shelf://"])
 def test_what_is_written_is_what_the_weights_were_when_it_was_saved(
     ranks: Ranks, tmp_path: Path, protocol: str
 ) -> None:
-    after = ranks.run(Fit(f"{protocol}{tmp_path}"))[0]
+    after = ranks.call(fit_and_save, f"{protocol}{tmp_path}")[0]
     assert [one.name for one in tmp_path.iterdir()] == ["step=4.ckpt"]
     content = read_full(tmp_path / "step=4.ckpt", weights_only=False)
     assert content["global_step"] == 4
     assert same(content["state_dict"], after[4])
-    at_once = ranks.run(Fit(f"{protocol}{tmp_path}/at_once", later=False))[0]
+    at_once = ranks.call(fit_and_save, f"{protocol}{tmp_path}/at_once", later=False)[0]
     assert same(after, at_once)
     expected = read_full(tmp_path / "at_once" / "step=4.ckpt", weights_only=False)
     assert same(content["optimizer_states"], expected["optimizer_states"])
@@ -87,13 +79,13 @@ def test_what_is_written_is_what_the_weights_were_when_it_was_saved(
 
 def test_training_goes_on_while_it_is_written(ranks: Ranks, tmp_path: Path) -> None:
     """A save at once would wait for the next step, and end in an error after a minute."""
-    after = ranks.run(Fit(f"shelf://{tmp_path}", waits=True))[0]
+    after = ranks.call(fit_and_save, f"shelf://{tmp_path}", waits=True)[0]
     assert same(read_full(tmp_path / "step=4.ckpt", weights_only=False)["state_dict"], after[4])
 
 
 def test_one_that_is_broken_off_is_not_the_newest(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="exit code -9"):
-        ranks.run(Fit(f"shelf://{tmp_path}", kill_at=3))
+        ranks.call(fit_and_save, f"shelf://{tmp_path}", kill_at=3)
     assert read_full(tmp_path / "step=2.ckpt", weights_only=False)["global_step"] == 2
     with pytest.raises(CheckpointFormatError, match="not all of one"):
         read_full(tmp_path / "step=3.ckpt")

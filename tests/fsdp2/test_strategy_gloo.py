@@ -1,24 +1,219 @@
 """FSDP2 under a plan, in two real processes: every run is that of DDP, from where a model is made to its last step."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from support import hf
 from support.comparing import of_training, same_runs
-from support.fsdp2_halves import EQUAL, HEAD, LAYERS, Bytes, Kinds, PastItsPin, Read
-from support.fsdp2_models import Direct, LlamaOnMeta, OnMeta, Parts, Refused, Shapes, UsersOwn
-from support.models import same_weights
+from support.fsdp2_halves import EQUAL, HEAD, LAYERS, Kinds, PastItsPin, bytes_moved, read
+from support.models import FEATURES, same_weights
+from support.oracles import plan_for
 from support.ranks import Ranks
-from support.sharded import RATE, Both, initialised_as_usual
+from support.running import fit
+from support.sharded import (
+    PINS,
+    RATE,
+    WAIT,
+    Both,
+    Language,
+    Ranked,
+    fsdp2,
+    initialised_as_usual,
+    rank,
+    refused,
+    refused_way,
+    trained,
+    whole,
+    world,
+)
+
+
+class Direct(Ranked):
+    """The module holds a parameter itself, uses it in the step, and calls ``self(x)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, 5))
+        self.offset = nn.Parameter(torch.zeros(()).view(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.gain.mean()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        out = self(x * self.factor()) + self.offset
+        again = self(x[:2]).mean()
+        return (out.float() - y).pow(2).mean() + self.gain.pow(2).sum() + again.pow(2)
+
+
+class Shapes(Ranked):
+    """Takes the shape, dtype or device of another unit's weight, and no value, in training and validation."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        weight = next(self.net.parameters())
+        start = weight.new_zeros(len(x), weight.shape[1]).float() + weight.new_ones(1)
+        x = torch.where(x > 0, torch.cat([x, torch.zeros_like(weight)])[: len(x)] + x, start).to(weight)
+        return super().loss((x.type_as(weight), y))
+
+
+class Parts(Ranked):
+    """Never calls the net itself: only what it holds, reads weights, and only some get gradients."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.net[1](self.net[0](x * self.factor())).relu()
+        penalty = self.net[3].weight.float().pow(2).sum()
+        return (hidden.float().sum(1, keepdim=True) - y).pow(2).mean() + penalty
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.empty(FEATURES))
+        self.register_buffer("shift", torch.empty(FEATURES))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.5)
+        nn.init.constant_(cast("Tensor", self.shift), 0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()) * self.scale + self.shift
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Late(Ranked):
+    def __init__(self, layer: Any, *, at_once: bool = False, gain: bool = False) -> None:
+        super().__init__()
+        self.layer, self.made = layer, False
+        with torch.device("meta"):
+            if at_once:
+                self.configure_model()
+            if gain:
+                self.gain = nn.Parameter(torch.ones(1))
+
+    def configure_model(self) -> None:
+        if not self.made:
+            with torch.device("meta"):
+                self.net = nn.Sequential(self.layer(), nn.Linear(FEATURES, 1))
+            self.made = True
+
+
+def _start_and_train(module: LightningModule, mode: str, **options: Any) -> dict[str, Any]:
+    start: dict[str, Any] = {}
+    module.on_train_start = lambda: start.update(whole(module))
+    return {**trained(mode, fsdp2(**options.pop("strategy", {})), module, **options), "start": start}
+
+
+def on_meta(at_once: bool) -> dict[str, Any]:
+    torch.manual_seed(3 + rank())
+    return _start_and_train(Late(Tied, at_once=at_once), "bf16-true", strategy={"wrap": "Tied"})
+
+
+def llama_on_meta() -> dict[str, Any]:
+    torch.manual_seed(3 + rank())
+    module, strategy = Language("tied llama", meta=True), {"wrap": None}
+    options: dict[str, Any] = {"data": hf.token_batches(), "pins": {"*norm*": "fp32"}}
+    result = _start_and_train(module, "bf16-mixed", strategy=strategy, **options)
+    model = cast("Any", module.model)
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    return {**result, "tied": tied, "usual": whole(Language("tied llama"))}
+
+
+class OwnSharding(Ranked):
+    """Shards itself, as stock ``ModelParallelStrategy`` wants it."""
+
+    def __init__(self, dtype: Any, norm_dtype: Any, **policy: Any) -> None:
+        super().__init__()
+        self.policy, self.done = policy, False
+        self.net.to(dtype)
+        self.net[1].to(norm_dtype)
+
+    def configure_model(self) -> None:
+        if self.done:
+            return
+        self.done = True
+        options = {"mesh": self.device_mesh["data_parallel"], "mp_policy": MixedPrecisionPolicy(**self.policy)}
+        fully_shard(self.net[1], **options)
+        fully_shard(self.net, **options)
+
+
+@dataclass(frozen=True)
+class UsersOwn:
+    mode: str
+    dtypes: tuple[torch.dtype, torch.dtype]
+    policy: dict[str, Any]
+    stock: bool
+
+    def run(self) -> dict[str, Any] | str:
+        host = fsdp2()
+        if self.stock:
+            host["strategy"] = ModelParallelStrategy(data_parallel_size=world(), tensor_parallel_size=1, **WAIT)
+        found: dict[str, Any] = {}
+        module = OwnSharding(*self.dtypes, **self.policy)
+        said = refused(lambda: found.update(ddp=trained(self.mode, host, module, pins=PINS)))
+        return {**found, "sharded": trained(self.mode, fsdp2(), Ranked(), pins=PINS)} if found else said
+
+
+def _fitted(module: LightningModule, host: dict[str, Any], mode: str = "bf16-mixed", **plan: Any) -> Any:
+    return fit(module, plugins=[plan_for(mode, **plan)], **host)
+
+
+def _stored_twice() -> None:
+    module = Ranked()
+    _fitted(module, fsdp2(), mode="32-true")
+    _fitted(module, fsdp2(), mode="bf16-true")
+
+
+class Unfit(Ranked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale, self.table = nn.Parameter(torch.tensor(1.0)), nn.Embedding(4, 4, max_norm=0.5)
+
+
+class Penalised(Ranked):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.net[0].weight.float().pow(2).sum()
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "penalty": lambda: _fitted(Penalised(), fsdp2(wrap="Linear")),
+    "weights": lambda: _fitted(Unfit(), fsdp2()),
+    "mesh": lambda: _fitted(Ranked(), fsdp2(device_mesh=(2, 2))),
+    "several": lambda: _fitted(
+        Ranked(), fsdp2(wrap="Blok"), mode="bf16-true", pins={"Lineal": "fp32"}, checkpointing="nothing"
+    ),
+    "meta": lambda: _fitted(Late(Bare, at_once=True, gain=True), fsdp2(), pins={"Lineal": "fp32"}),
+    "second storage": _stored_twice,
+}
+
 
 pytestmark = pytest.mark.gloo
 
-PINS = {"pins": {"LayerNorm": "fp32"}}
+PINNED = {"pins": {"LayerNorm": "fp32"}}
 CLIP = {"gradient_clip_val": 0.5}
 WAYS: dict[str, Both] = {
-    "Direct": Both("16-mixed", Direct, PINS | CLIP),
+    "Direct": Both("16-mixed", Direct, PINNED | CLIP),
     "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
 }
@@ -61,7 +256,7 @@ def test_modules_are_written_as_for_ddp(ranks: Ranks, way: str) -> None:
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_module_on_the_meta_device_is_initialised_alike_on_all_ranks(ranks: Ranks, at_once: bool) -> None:
-    one, other = ranks.run(OnMeta(at_once))
+    one, other = ranks.call(on_meta, at_once)
     assert same_weights(one["start"], other["start"])
     assert same_weights(one["weights"], other["weights"])
     assert not same_weights(one["start"], one["weights"])
@@ -72,7 +267,7 @@ def test_a_module_on_the_meta_device_is_initialised_alike_on_all_ranks(ranks: Ra
 
 
 def test_a_llama_on_the_meta_device_is_initialised_as_usual(ranks: Ranks) -> None:
-    one, other = ranks.run(LlamaOnMeta())
+    one, other = ranks.call(llama_on_meta)
     assert same_weights(one["start"], other["start"])
     assert one["tied"]
     assert initialised_as_usual(one["start"], one["usual"])
@@ -93,7 +288,7 @@ def test_a_users_own_sharding_means_the_same_or_is_refused(ranks: Ranks, case: s
 
 @pytest.mark.parametrize("which", REFUSALS)
 def test_bad_input_is_refused_before_the_first_step(ranks: Ranks, which: str) -> None:
-    for said in ranks.run(Refused(which)):
+    for said in ranks.call(refused_way, __name__, which):
         assert all(words.lower() in said.lower() for words in REFUSALS[which]), said
 
 
@@ -106,7 +301,7 @@ ELEMENTS = {"llama": (36_992, 32_320), "gpt2": (49_984, 20_352)}
 @pytest.mark.parametrize("kind", GATHERED)
 def test_bytes_gathered_and_kept(ranks: Ranks, kind: str) -> None:
     block, rest = ELEMENTS[kind]
-    for result in ranks.run(Bytes(kind)):
+    for result in ranks.call(bytes_moved, kind):
         assert same_runs(result["ddp"], result["sharded"], 0.0)
         for step in result["steps"][1:]:  # in the first, ranks tell each other their order of units
             assert sum(step["gathered"]) == GATHERED[kind]
@@ -118,7 +313,7 @@ def test_bytes_gathered_and_kept(ranks: Ranks, kind: str) -> None:
 
 def test_a_block_that_runs_several_times_is_reduced_once(ranks: Ranks) -> None:
     block, rest = ELEMENTS["llama"]
-    for result in ranks.run(Bytes("one block")):
+    for result in ranks.call(bytes_moved, "one block"):
         assert same_runs(result["ddp"], result["sharded"], 1e-5)
         assert all(sorted(step["reduced"]) == [4 * rest, 4 * block] for step in result["steps"][1:])
 
@@ -129,12 +324,12 @@ def test_steps_are_ddps_to_the_last_bit(ranks: Ranks, case: str) -> None:
 
 
 def test_a_weight_read_elsewhere_is_refused_on_every_rank_with_the_pin_to_write(ranks: Ranks) -> None:
-    for said in ranks.run(Read()):
+    for said in ranks.call(read):
         assert all(words in said for words in ("net.2.weight is fp16", "(pow, ", "pins={'net.2': 'fp32'}"))
 
 
 @pytest.mark.parametrize("wrap", [Kinds, None])
 def test_a_pinned_weight_that_is_computed_with_elsewhere_is_refused_with_its_pin(ranks: Ranks, wrap: Any) -> None:
-    for said in ranks.run(Read(PastItsPin, HEAD, wrap)):
+    for said in ranks.call(read, PastItsPin, wrap, **HEAD):
         assert "net.2.weight is pinned to fp32 ('net.2')" in said
         assert "(convolution, fsdp2_halves.py:" in said

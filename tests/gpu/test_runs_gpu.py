@@ -18,7 +18,7 @@ from lightning_mp.planner import predict_memory
 from lightning_mp.planner.predict import ALONE
 from support.cuda import Resident, cuda_fit
 from support.models import Regression, same_weights, weights
-from support.norms import Direct
+from support.norms import direct
 from support.ranks import Ranks
 from support.training import QUICK, losses, run
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_torchs_kernels_normalize_by_the_whole_batch(ranks: Ranks) -> None:
-    for found in ranks.run(Direct("cuda")):
+    for found in ranks.call(direct, "cuda"):
         for whole, synchronized in found:
             torch.testing.assert_close(synchronized, whole)
 

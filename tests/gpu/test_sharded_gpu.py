@@ -1,7 +1,6 @@
 """FSDP2, FSDP1 and DeepSpeed on one CUDA device with NCCL: the same as on a single device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -64,16 +63,10 @@ def _trained(mode: str, name: str | None, options: dict[str, Any], pinned: bool)
     }
 
 
-@dataclass(frozen=True)
-class Both:
-    mode: str
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def run(self) -> list[dict[str, Any]]:
-        pinned = self.name != "fsdp1"
-        shared = {key: self.options[key] for key in ("optimizer", "overflow_at") if key in self.options}
-        return [_trained(self.mode, None, shared, pinned), _trained(self.mode, self.name, dict(self.options), pinned)]
+def both(mode: str, name: str, options: Any = ()) -> list[dict[str, Any]]:
+    options, pinned = dict(options), name != "fsdp1"
+    shared = {key: options[key] for key in ("optimizer", "overflow_at") if key in options}
+    return [_trained(mode, None, shared, pinned), _trained(mode, name, options, pinned)]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,7 @@ def alone() -> Iterator[Ranks]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_fsdp2_is_the_same_as_one_device(alone: Ranks, mode: str, form: str) -> None:
-    ((single, sharded),) = alone.run(Both(mode, "fsdp2", FORMS[form]))
+    ((single, sharded),) = alone.call(both, mode, "fsdp2", FORMS[form])
     _same(mode, single, sharded)
 
 
@@ -93,14 +86,14 @@ def test_fsdp2_is_the_same_as_one_device(alone: Ranks, mode: str, form: str) -> 
 def test_an_offloaded_fused_optimizer_leaves_a_bad_step_out(alone: Ranks, optimizer: Any) -> None:
     """Its kernel runs on the CPU, and the flag comes from the device."""
     options = {"cpu_offload": True, "optimizer": optimizer, "overflow_at": (2, 5)}
-    ((single, sharded),) = alone.run(Both("32-true", "fsdp2", options))
+    ((single, sharded),) = alone.call(both, "32-true", "fsdp2", options)
     assert single["counts"] == (6, 2)
     _same("32-true", single, sharded)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fsdp1_is_the_same_as_one_device(alone: Ranks, mode: str) -> None:
-    ((single, sharded),) = alone.run(Both(mode, "fsdp1"))
+    ((single, sharded),) = alone.call(both, mode, "fsdp1")
     _same(mode, single, sharded)
 
 
@@ -109,7 +102,7 @@ def test_fsdp1_is_the_same_as_one_device(alone: Ranks, mode: str) -> None:
     ("mode", "name"), [(mode, name) for name in ZERO for mode in MODES if mode.endswith("mixed") or name not in HALF]
 )
 def test_zero_is_the_same_as_one_device(alone: Ranks, mode: str, name: str) -> None:
-    ((single, sharded),) = alone.run(Both(mode, name))
+    ((single, sharded),) = alone.call(both, mode, name)
     _same(mode, single, sharded)
 
 

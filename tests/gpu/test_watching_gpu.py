@@ -1,6 +1,5 @@
 """The monitors and the guard on CUDA: the numbers of a plain loop, and no waiting."""
 
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import AdamW
 
 from lightning_mp.bad_steps.replay import Replayer
-from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
+from lightning_mp.callbacks import LossScaleMonitor, PrecisionAudit, TrainingHealth
 from lightning_mp.plan.diagnosis import Diagnosis
 from lightning_mp.record import metric_names
 from support import health
@@ -65,32 +64,6 @@ def test_every_step_is_measured_and_nothing_waits(host: str, mode: str, every: i
 
 
 FUSED = partial(AdamW, lr=1e-2, eps=1e-4, weight_decay=0.3, fused=True)
-
-
-class Waits(Callback):
-    """How often the host waited for the device, a training batch."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._caught = warnings.catch_warnings(record=True)
-        self._seen: Any = self._caught.__enter__()
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-        self._caught.__exit__(None, None, None)
-        self.counts.append(sum("synchronizing" in str(item.message) for item in self._seen))
-
-
-@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
-def test_a_normal_step_waits_once(tmp_path: Path, mode: str) -> None:
-    plain, guarded = Waits(), Waits()
-    cuda_fit(Unread(FUSED), callbacks=[plain], **stock_for(mode, "cuda"))
-    cuda_fit(Unread(FUSED), callbacks=[guarded, NonFiniteGuard(run_dir=tmp_path)], **stock_for(mode, "cuda"))
-    assert [with_ - without_ for with_, without_ in zip(guarded.counts[2:], plain.counts[2:], strict=True)] == [1] * 6
 
 
 class Asks(Callback):

@@ -25,6 +25,8 @@ KEEPERS: dict[str, Any] = {
     "plan": lambda: {"plugins": [plan_for("16-mixed", LossScaling(**RULE))]},
     "plan, hysteresis": lambda: {"plugins": [plan_for("16-mixed", LossScaling(**RULE, hysteresis=2))]},
     "stock": lambda: stock_for("16-mixed", **RULE),
+    # its growth undoes every backoff at once
+    "stock, growing": lambda: stock_for("16-mixed", init_scale=16.0, growth_interval=1),
 }
 OPTIMIZERS = {
     "fused": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4, fused=True),

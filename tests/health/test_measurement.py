@@ -11,15 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.health import measurement
-from lightning_mp.health.measurement import Shard, ToHost, copied, memory
-from lightning_mp.health.scale_sources import DeepSpeedSource, ScaleSource, SkipCount, StockSource
+from lightning_mp.health.measurement import Shard, copied, memory
+from lightning_mp.health.scale_sources import DeepSpeedSource, SkipCount
 from lightning_mp.health.throughput import CountFlops
 from support.language import LENGTH, VOCABULARY, WIDTH, gpt2
-from support.loops import OPTIMIZERS, backward, net
 
 CPU = torch.device("cpu")
 
@@ -51,42 +49,11 @@ def test_on_a_cpu_memory_is_what_the_process_holds_and_its_peak() -> None:
     assert memory(torch.device("meta")) == (None, None)
 
 
-#: torch's fused SGD reads uninitialised momentum after a skipped first step
-SOUND = [name for name in OPTIMIZERS if name != "SGD with momentum"]
-
-
 traces = st.lists(st.booleans(), min_size=1, max_size=12)
 
 
 def expected(trace: list[bool]) -> list[tuple[int, bool]]:
     return [*zip(accumulate(trace), trace, strict=True)]
-
-
-def followed(source: ScaleSource, scaler: GradScaler, optimizer: str, trace: list[bool], after: Any = None) -> Any:
-    model = net()
-    stepped, skips, found = OPTIMIZERS[optimizer](model.parameters()), SkipCount(source), []
-    to_host = ToHost(CPU)
-    for step, overflow in enumerate(trace):
-        stepped.zero_grad()
-        backward(model, scaler, step, overflow)
-        skips.before_step()
-        scaler.step(stepped)
-        scaler.update()
-        if after is not None:
-            after(overflow)
-        skips.after_batch()
-        found.append(tuple(to_host.read({"total": skips.total, "last": skips.skipped_last}).values()))
-    return found
-
-
-@pytest.mark.parametrize("optimizer", SOUND)
-@settings(max_examples=10)
-@given(trace=traces)
-def test_torchs_scaler_skips_where_its_scale_falls(optimizer: str, trace: list[bool]) -> None:
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    source = StockSource(scaler, CPU)
-    assert followed(source, scaler, optimizer, trace) == expected(trace)
-    assert (float(source.scale()), source.floor) == (scaler.state_dict()["scale"], 0.0)
 
 
 class Engine:

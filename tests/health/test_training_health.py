@@ -18,7 +18,7 @@ from lightning_mp.health.throughput import default_tokens, samples_in
 from lightning_mp.record import metric_names, run_log
 from support import health
 from support.language import LENGTH, Language, gpt2, tokens
-from support.manual import Pair
+from support.manual import Pair, in_turn
 from support.models import Regression, batches
 from support.oracles import MODES, plan_for, stock_for
 from support.running import fit, trainer
@@ -84,10 +84,7 @@ def test_with_accumulation_a_step_is_its_whole_window(host: str, tmp_path: Path)
 
 
 def by_hand(module: Any, batch: Any, batch_idx: int) -> None:
-    for optimizer, loss in zip(module.optimizers(), module.losses_of(batch, batch_idx), strict=True):
-        optimizer.zero_grad()
-        module.manual_backward(loss)
-        optimizer.step()
+    in_turn(module, batch, batch_idx)
     module.look()
 
 

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("host", "mode"), EXACT + SCALED)
 def test_every_rank_reads_the_numbers_of_one_process(ranks: Ranks, folder: Path, host: str, mode: str) -> None:
-    (mine, scale), other = ranks.run(health.Watched(host, mode, folder / f"{host}-{mode}"))
+    (mine, scale), other = ranks.call(health.watched, host, mode, folder / f"{host}-{mode}")
     assert (mine, scale) == tuple(other)
     # losses and norms of all steps, of products of FEATURES numbers that were rounded to fp16 once each way
     tolerance = of_sums(64) * STEPS if mode == "32-true" else of_sums(2, mode) * STEPS
@@ -49,7 +49,7 @@ def test_every_rank_reads_the_numbers_of_one_process(ranks: Ranks, folder: Path,
 def test_the_rank_whose_own_batch_was_bad_is_named_and_all_do_the_same(
     ranks: Ranks, tmp_path: Path, run: tuple[str, str, str]
 ) -> None:
-    first, second = ranks.run(health.Bad(*run, tmp_path))
+    first, second = ranks.call(health.bad_batch, *run, tmp_path)
     assert first == second
     event = next(event for event in first["events"] if event["severity"] != "info")
     assert (event["step"], event["kind"], event["rank"]) == (2, "nonfinite_loss", 1)
@@ -59,7 +59,7 @@ def test_the_rank_whose_own_batch_was_bad_is_named_and_all_do_the_same(
 
 
 def test_work_is_added_over_ranks_and_the_slowest_sets_the_time(ranks: Ranks) -> None:
-    for found in ranks.run(health.Totals()):
+    for found in ranks.call(health.totals):
         assert (found[metric_names.SAMPLES_PER_S], found[metric_names.TOKENS_PER_S]) == ((8 + 9) / 2.0, 300 / 2.0)
         assert found["flops_per_s"] == 6e9 / 2.0  # a device
         assert found[metric_names.LOSS] is None

@@ -18,6 +18,7 @@ from support.comparing import same
 from support.models import FEATURES
 from support.norms import Normed, conv_net, run
 from support.pinning import pin, products
+from support.running import faults_of
 
 ROWS, WIDTH = 4, 8
 #: the FLOPs of one matrix product of a layer: a multiplication and an addition for each
@@ -229,9 +230,7 @@ def test_pins_inside_and_around_a_checkpointed_module_hold(pinned_first: bool) -
     ids=str,
 )
 def test_unknown_patterns_and_operators_are_faults(options: dict[str, Any], given: str, fix: str) -> None:
-    with pytest.raises(PlanError) as error:
-        checkpoint(Net(), **options)
-    (fault,) = error.value.faults
+    (fault,) = faults_of(lambda: checkpoint(Net(), **options))
     assert fault.problem == given
     assert fix in fault.fix
 

@@ -54,11 +54,6 @@ def test_every_floating_tensor_is_cast_and_the_container_stays_what_it_is(data: 
             assert new is old
 
 
-@pytest.mark.parametrize("data", NESTED.values(), ids=NESTED)
-def test_what_needs_no_cast_is_handed_on_itself(data: Any) -> None:
-    assert cast_floating(data, FP32) is data
-
-
 def test_a_modules_own_parameters_and_buffers_are_cast_and_stay_the_same_objects() -> None:
     module = nn.BatchNorm1d(2)
     objects = {name: id(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}

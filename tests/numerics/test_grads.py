@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.grads import clip_grad_norm_, step_unless, unscale_and_check_
-from support.loops import INF, OPTIMIZERS, net
+from support.loops import INF, net
 from support.models import same_weights, weights
 
 pytestmark = pytest.mark.older_cpu
@@ -87,20 +87,6 @@ def test_a_norm_beyond_fp16_of_fp16_gradients_is_finite_and_clips_to_what_was_as
     clipped = torch.cat([member.grad.double().flatten() for member in members]).norm().item()
     assert clipped == pytest.approx(2.0, rel=1e-2)
     assert nn.utils.clip_grad_norm_(stock, 2.0).isinf(), "torch's own norm overflows: when it does not, use it"
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_is_the_optimizers_own_or_none_at_all(name: str) -> None:
-    ours, theirs = net(), net()
-    optimizer, stock = OPTIMIZERS[name](ours.parameters()), OPTIMIZERS[name](theirs.parameters())
-    for step, held in enumerate((False, True, False)):
-        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            one.grad = torch.full_like(one, INF if held else step + 1.0)
-            other.grad = torch.full_like(other, step + 1.0)
-        step_unless(optimizer, torch.tensor(float(held)), lambda flag: bool(flag.item()))
-        if not held:
-            stock.step()
-        assert same_weights(weights(ours), weights(theirs))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "SGD"])

@@ -14,7 +14,7 @@ from lightning_mp import LossScaling
 from lightning_mp.numerics.loss_scale import LossScaleState, adjust, init
 from support.scales import FP32_MAX, backoffs, growths, scales, scalings, traces
 
-quick = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def numbers(state: LossScaleState) -> tuple[float, ...]:
@@ -93,21 +93,16 @@ def test_an_overflow_that_cannot_lower_the_scale_is_told(
 @quick
 @given(config=scalings(), trace=traces)
 @example(config=LossScaling(init_scale=2.0**127, growth_interval=1, max_scale=THREE_QUARTERS), trace=[False] * 3)
-def test_numbers_and_tensors_are_the_same_rule(config: LossScaling, trace: list[bool]) -> None:
-    for host, device in zip(run(config, trace), run(config, trace, "cpu"), strict=True):
-        if host.scale > FP32_MAX:
-            break  # numbers may go beyond, tensors cannot
-        assert numbers(host) == numbers(device)
-
-
-@quick
-@given(config=scalings(), trace=traces)
-def test_the_scale_stays_between_its_bounds(config: LossScaling, trace: list[bool]) -> None:
+def test_numbers_and_tensors_are_the_same_rule_between_its_bounds(config: LossScaling, trace: list[bool]) -> None:
     ceiling = FP32_MAX if config.max_scale is None else config.max_scale
-    for state in run(config, trace, "cpu"):
-        assert config.floor <= state.scale.item() <= ceiling
-        assert 1 <= state.hysteresis_left <= config.hysteresis
-        assert -config.growth_delay <= state.growth_tracker < config.growth_interval
+    beyond = False  # numbers may go beyond fp32, tensors cannot
+    for host, device in zip(run(config, trace), run(config, trace, "cpu"), strict=True):
+        beyond |= host.scale > FP32_MAX
+        scale, growth_tracker, hysteresis_left, _ = found = numbers(device)
+        assert beyond or numbers(host) == found
+        assert config.floor <= scale <= ceiling
+        assert 1 <= hysteresis_left <= config.hysteresis
+        assert -config.growth_delay <= growth_tracker < config.growth_interval
 
 
 @quick

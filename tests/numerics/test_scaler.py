@@ -8,41 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from lightning_mp import LossScaling
 from lightning_mp.numerics.loss_scale import LossScaler, adjust, init
-from support.loops import INF, OPTIMIZERS, backward, net, train
+from support.loops import INF, backward, net, train
 from support.models import same_weights, weights
 from support.scales import scalings, traces
 
 quick = settings(max_examples=30)
-
-
-def same_state(one: Optimizer, other: Optimizer) -> bool:
-    ours, theirs = one.state_dict()["state"], other.state_dict()["state"]
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(torch.as_tensor(ours[key][name]), torch.as_tensor(theirs[key][name]))
-        for key in ours
-        for name in ours[key]
-    )
-
-
-@quick
-@given(
-    name=st.sampled_from(["AdamW", "Adam", "Adagrad", "AdamW, for-loop", "SGD with momentum, for-loop"]),
-    power=st.integers(-4, 20),
-    interval=st.integers(1, 4),
-    trace=st.lists(st.booleans(), min_size=1, max_size=8),
-)
-def test_training_is_that_of_torchs_scaler(name: str, power: int, interval: int, trace: list[bool]) -> None:
-    ours, theirs = net(), net()
-    optimizer, stock_optimizer = OPTIMIZERS[name](ours.parameters()), OPTIMIZERS[name](theirs.parameters())
-    scaler = LossScaler(LossScaling.torch(2.0**power, growth_interval=interval))
-    stock = GradScaler("cpu", init_scale=2.0**power, growth_interval=interval)
-    assert train(ours, optimizer, scaler, trace) == train(theirs, stock_optimizer, stock, trace)
-    assert same_weights(weights(ours), weights(theirs))
-    assert same_state(optimizer, stock_optimizer)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +138,3 @@ def test_a_parameter_of_two_optimizers_is_divided_once() -> None:
         backward(model, scaler, step, overflow=False)
         scaler.divide_(optimizers)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("skipped", [[0], [0, 1], [2], [0, 2]], ids=lambda steps: f"skipped {steps}")
-def test_a_run_with_skipped_steps_is_the_run_without_them(name: str, skipped: list[int]) -> None:
-    scaling = LossScaling(init_scale=2.0**10, growth_interval=1000, backoff_factor=0.5)
-    held, never = net(), net()
-    optimizer, other = OPTIMIZERS[name](held.parameters()), OPTIMIZERS[name](never.parameters())
-    scaler, plain = LossScaler(scaling), LossScaler(scaling)
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
-    try:
-        train(held, optimizer, scaler, [step in skipped for step in range(5)])
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for step in range(5):
-        if step not in skipped:
-            train(never, other, plain, [False], start=step)
-    assert same_weights(weights(held), weights(never))
-    assert same_state(optimizer, other)

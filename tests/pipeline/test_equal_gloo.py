@@ -1,6 +1,5 @@
 """Two stages in two processes, and four in four: what one process does that accumulates a batch a micro-batch."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -177,20 +176,17 @@ class Drawing(Dataset[Any]):
         return torch.randn(WIDTH), torch.randn(1)
 
 
-@dataclass(frozen=True)
-class OfOneSeed:
+def of_one_seed() -> tuple[list[Tensor], list[Tensor], Tensor]:
     """What each rank dropped, which batches it was given, and where its generator stands at the end."""
-
-    def run(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        module, plan = Dropped(), MixedPrecisionPlan("32-true")
-        torch.manual_seed(0)
-        strategy = make_strategy("pipeline", plan, stages=2, microbatches=4)
-        trainer(strategy=strategy, plugins=[plan], devices=2).fit(module, DataLoader(Drawing(), batch_size=ROWS))
-        return module.masks[1:], module.seen, torch.rand(1)  # the first is of the call that shows torch the shapes
+    module, plan = Dropped(), MixedPrecisionPlan("32-true")
+    torch.manual_seed(0)
+    strategy = make_strategy("pipeline", plan, stages=2, microbatches=4)
+    trainer(strategy=strategy, plugins=[plan], devices=2).fit(module, DataLoader(Drawing(), batch_size=ROWS))
+    return module.masks[1:], module.seen, torch.rand(1)  # the first is of the call that shows torch the shapes
 
 
 def test_stages_of_one_seed_drop_others_and_leave_what_data_draws_alone(ranks: Ranks) -> None:
-    (first, seen, drawn), (second, also_seen, also_drawn) = ranks.run(OfOneSeed())
+    (first, seen, drawn), (second, also_seen, also_drawn) = ranks.call(of_one_seed)
     assert len(first) == len(second) == 12
     assert not any(torch.equal(one, other) for one in first for other in second)
     assert len({tuple(mask.flatten().tolist()) for mask in (*first, *second)}) == 24  # nor any mask again

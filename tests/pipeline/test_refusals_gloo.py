@@ -118,15 +118,13 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Every:
-    def run(self) -> dict[str, tuple[str, int]]:
-        return {name: case.said() for name, case in CASES.items()}
+def every() -> dict[str, tuple[str, int]]:
+    return {name: case.said() for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused_on_every_rank_before_a_step(name: str, ranks: Ranks) -> None:
-    for said, step in (result[name] for result in ranks.run(Every())):
+    for said, step in (result[name] for result in ranks.call(every)):
         assert CASES[name].says.lower() in said.lower()
         assert step == (2 if name == "lengths" else 0)
 

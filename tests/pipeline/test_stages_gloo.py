@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,36 +51,32 @@ def _said(ask: Callable[[], None]) -> str:
     return str(raised.value)
 
 
-@dataclass(frozen=True)
-class Afterwards:
-    path: str
-
-    def run(self) -> dict[str, Any]:
-        module, runner = NoSteps(), _trainer()
-        runner.fit(module, data(2, ROWS), data(2, ROWS))
-        found: dict[str, Any] = {"fit": float(runner.callback_metrics["val_loss"])}
-        runner.save_checkpoint(self.path)
-        found["validate"] = runner.validate(module, data(2, ROWS), verbose=False)[0]["val_loss"]
-        found["test"] = runner.test(module, data(2, ROWS), verbose=False)[0]["test_loss"]
-        weights = runner.strategy.lightning_module_state_dict()
-        other = _trainer()
-        found["loaded"] = other.validate(NoSteps(), data(2, ROWS), ckpt_path=self.path, verbose=False)[0]["val_loss"]
-        found["kept"] = furthest(weights, other.strategy.lightning_module_state_dict())
-        try:
-            module(data(1, ROWS).dataset[0][0])
-        except RuntimeError as error:
-            found["called"] = str(error)
-        try:
-            _trainer().fit(module, data(1, ROWS))
-        except ValueError as error:
-            found["again"] = str(error)
-        found |= {"predict": _said(_predict), "several": _said(_several)}
-        found["left"] = "training_step" in vars(module)
-        return found
+def afterwards(path: str) -> dict[str, Any]:
+    module, runner = NoSteps(), _trainer()
+    runner.fit(module, data(2, ROWS), data(2, ROWS))
+    found: dict[str, Any] = {"fit": float(runner.callback_metrics["val_loss"])}
+    runner.save_checkpoint(path)
+    found["validate"] = runner.validate(module, data(2, ROWS), verbose=False)[0]["val_loss"]
+    found["test"] = runner.test(module, data(2, ROWS), verbose=False)[0]["test_loss"]
+    weights = runner.strategy.lightning_module_state_dict()
+    other = _trainer()
+    found["loaded"] = other.validate(NoSteps(), data(2, ROWS), ckpt_path=path, verbose=False)[0]["val_loss"]
+    found["kept"] = furthest(weights, other.strategy.lightning_module_state_dict())
+    try:
+        module(data(1, ROWS).dataset[0][0])
+    except RuntimeError as error:
+        found["called"] = str(error)
+    try:
+        _trainer().fit(module, data(1, ROWS))
+    except ValueError as error:
+        found["again"] = str(error)
+    found |= {"predict": _said(_predict), "several": _said(_several)}
+    found["left"] = "training_step" in vars(module)
+    return found
 
 
 def test_a_module_without_steps_is_fitted_validated_tested_and_loaded(tmp_path: Any, ranks: Ranks) -> None:
-    results = ranks.run(Afterwards(str(tmp_path / "staged.ckpt")))
+    results = ranks.call(afterwards, str(tmp_path / "staged.ckpt"))
     for found in results:
         assert found["fit"] == found["validate"] == found["test"] == found["loaded"]
         assert found["kept"] == 0.0
@@ -106,28 +101,24 @@ def _read(folder: str) -> list[list[float]]:
     return [[line[name] for name in SERIES] for line in lines if SERIES[0] in line]
 
 
-@dataclass(frozen=True)
-class Watched:
-    folder: str
-
-    def run(self) -> tuple[Any, Any, tuple[Any, ...]]:
-        audit = PrecisionAudit(run_dir=f"{self.folder} audit")
-        plan = MixedPrecisionPlan("bf16-mixed", pins={"lm_head": "fp32"})
-        callbacks, staged = [TrainingHealth(self.folder), audit], make_strategy("pipeline", plan, microbatches=4)
-        _fit(Llama(), plan, data(3, ROWS), callbacks=callbacks, devices=2, strategy=staged)
-        found: tuple[Any, ...] = ()
-        plan = MixedPrecisionPlan("bf16-mixed", nonfinite="raise")
-        try:
-            staged = make_strategy("pipeline", plan, microbatches=4)
-            _fit(Staged(BAD), plan, data(3, ROWS), devices=2, strategy=staged)
-        except NonFiniteError as error:
-            found = error.step, error.rank, error.parameter
-        rows = {row.module: (row.compute, row.ok) for row in audit.rows}
-        return _read(self.folder) if os.environ["RANK"] == "0" else None, rows, found
+def watched(folder: str) -> tuple[Any, Any, tuple[Any, ...]]:
+    audit = PrecisionAudit(run_dir=f"{folder} audit")
+    plan = MixedPrecisionPlan("bf16-mixed", pins={"lm_head": "fp32"})
+    callbacks, staged = [TrainingHealth(folder), audit], make_strategy("pipeline", plan, microbatches=4)
+    _fit(Llama(), plan, data(3, ROWS), callbacks=callbacks, devices=2, strategy=staged)
+    found: tuple[Any, ...] = ()
+    plan = MixedPrecisionPlan("bf16-mixed", nonfinite="raise")
+    try:
+        staged = make_strategy("pipeline", plan, microbatches=4)
+        _fit(Staged(BAD), plan, data(3, ROWS), devices=2, strategy=staged)
+    except NonFiniteError as error:
+        found = error.step, error.rank, error.parameter
+    rows = {row.module: (row.compute, row.ok) for row in audit.rows}
+    return _read(folder) if os.environ["RANK"] == "0" else None, rows, found
 
 
 def test_series_rows_and_errors_are_those_of_the_whole_model(tmp_path: Path, ranks: Ranks) -> None:
-    (series, rows, found), (_, others, also) = ranks.run(Watched(str(tmp_path / "staged")))
+    (series, rows, found), (_, others, also) = ranks.call(watched, str(tmp_path / "staged"))
     plan = MixedPrecisionPlan("bf16-mixed", pins={"lm_head": "fp32"})
     alone = TrainingHealth(str(tmp_path / "alone"))
     _fit(Llama(), plan, data(3, ROWS // 4), callbacks=[alone], accumulate_grad_batches=4)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError, make_strategy
+from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError
 from lightning_mp.compat.lightning import Trainer
 from lightning_mp.plan import plan as precision
 from lightning_mp.policy.hardware import Device
@@ -21,7 +20,7 @@ from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
 from support.running import trainer as quiet_trainer
-from support.sharded import ddp, rank
+from support.sharded import ddp, on, rank, under
 
 pytestmark = pytest.mark.gloo
 
@@ -125,28 +124,20 @@ def module(differs: str) -> Any:
 
 def trainer(host: str, plan: MixedPrecisionPlan) -> Trainer:
     options: dict[str, Any] = {"device_mesh": (2, 1)} if host == "hsdp" else {}
-    strategy: Any = "ddp"
-    if host != "stock_ddp":
-        strategy = make_strategy(host, plan, timeout=timedelta(seconds=30), **options)
-    return quiet_trainer(plugins=[plan], strategy=strategy, devices=2, use_distributed_sampler=False)
+    return quiet_trainer(**({"plugins": [plan], **on("ddp")} if host == "stock_ddp" else under(host, plan, **options)))
 
 
-@dataclass(frozen=True)
-class Differ:
-    host: str
-    differs: str
-
-    def run(self) -> str:
-        described = precision.describe
-        if self.differs in ("auto", "a device"):
-            precision.describe = lambda _device: DEVICES[rank()]  # type: ignore[assignment]
-        try:
-            trainer(self.host, plan(self.differs)).fit(module(self.differs), batches())
-        except PlanError as error:
-            return str(error)
-        finally:
-            precision.describe = described
-        return "it ran"
+def differ(host: str, differs: str) -> str:
+    described = precision.describe
+    if differs in ("auto", "a device"):
+        precision.describe = lambda _device: DEVICES[rank()]  # type: ignore[assignment]
+    try:
+        trainer(host, plan(differs)).fit(module(differs), batches())
+    except PlanError as error:
+        return str(error)
+    finally:
+        precision.describe = described
+    return "it ran"
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +148,6 @@ def two() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(("host", "differs"), CASES)
 def test_every_rank_is_told_what_differs(host: str, differs: str, two: Ranks) -> None:
-    one, other = two.run(Differ(host, differs))
+    one, other = two.call(differ, host, differs)
     assert one == other
     assert TOLD[differs] in one, one

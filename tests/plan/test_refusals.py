@@ -167,14 +167,6 @@ class TestWhereAPlanDoesNotBelong:
         with pytest.raises(PlanError, match="Write Trainer"):
             fit(Regression(), callbacks=[plan_for("bf16-mixed")])
 
-    def test_in_fabric(self) -> None:
-        from lightning.fabric import Fabric
-
-        fabric, net = Fabric(plugins=[plan_for("bf16-mixed")], accelerator="cpu"), torch.nn.Linear(2, 1)
-        model, _ = fabric.setup(net, SGD(net.parameters(), lr=1.0))
-        with pytest.raises(PlanError, match="Use a Trainer"):
-            fabric.backward(model(torch.ones(1, 2)).sum())
-
     def test_outside_of_a_run(self) -> None:
         runner = fit(Regression(), plugins=[plan_for("bf16-mixed")])
         with pytest.raises(RuntimeError, match=r"trainer\.fit\(\.\.\.\) again"):

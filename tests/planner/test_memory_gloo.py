@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.memory import HELD, SHARDED_CELLS, OfRank, predicted
+from benchmarks.memory import HELD, SHARDED_CELLS, of_rank, predicted
 from support.ranks import Ranks
 
 #: of the peak, and of what is held
@@ -13,7 +13,7 @@ MIXED = next(cell for cell in SHARDED_CELLS if cell.precision == "bf16-mixed")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["`ddp`", "`fsdp2`", "`hsdp`"])
 def test_a_rank_takes_and_holds_what_was_predicted(ranks: Ranks, name: str) -> None:
-    peak, held = min(ranks.run(OfRank(MIXED, name)), key=lambda answer: answer[0])
+    peak, held = min(ranks.call(of_rank, MIXED, name), key=lambda answer: answer[0])
     found = predicted(MIXED, name)
     assert found.peak_bytes == sum(found.parts.values()) == pytest.approx(peak, rel=WITHIN)
     assert found.method == "traced"

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_mp import make_strategy
 from lightning_mp.precision_audit.audit import PrecisionAudit, audit
 from support.language import Language, llama, tokens
 from support.models import Regression
 from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit, trainer
-from support.sharded import ddp, refused
+from support.sharded import ddp, refused, under
 
 pytestmark = pytest.mark.gloo
 
@@ -35,9 +33,7 @@ class Audited:
     def run(self) -> dict[str, Any]:
         callback = PrecisionAudit(steps=2, on_mismatch="raise", run_dir=self.folder)
         plan = plan_for(self.mode, pins=self.pins, checkpointing=self.checkpointing)
-        own = {} if "deepspeed" in self.strategy else {"process_group_backend": "gloo"}
-        strategy = make_strategy(self.strategy, plan, timeout=timedelta(seconds=60), **own)
-        runner = trainer(callbacks=[callback], max_steps=2, plugins=[plan], strategy=strategy, devices=2)
+        runner = trainer(callbacks=[callback], max_steps=2, **under(self.strategy, plan))
         runner.fit(Language(llama()), tokens())
         assert callback.report is not None
         later = audit(runner)
@@ -61,24 +57,19 @@ class Compressed(Regression):
         self.trainer.model.register_comm_hook(None, fp16_compress_hook)
 
 
-@dataclass(frozen=True)
-class Differing:
+def differing(folder: Path) -> dict[str, Any]:
     """What each rank is told of a rank that differs, of stock DDP in half precision, and of a hook that compresses."""
-
-    folder: Path
-
-    def run(self) -> dict[str, Any]:
-        callback, plan = PrecisionAudit(1, "raise", self.folder / "a"), plan_for("bf16-mixed")
-        found: dict[str, Any] = {
-            "one rank": refused(lambda: fit(CastOnOneRank(), callbacks=[callback], plugins=[plan], **ddp()))
-        }
-        stock = PrecisionAudit(run_dir=self.folder / "c")
-        fit(Regression(), callbacks=[stock], precision="bf16-true", **ddp())
-        found["stock"] = [(row.reduce, row.ok) for row in stock.rows]
-        compressed = PrecisionAudit(run_dir=self.folder / "d")
-        fit(Compressed(), callbacks=[compressed], precision="32-true", **ddp())
-        found["behind"] = [(row.reduce, row.ok) for row in compressed.rows]
-        return found
+    callback, plan = PrecisionAudit(1, "raise", folder / "a"), plan_for("bf16-mixed")
+    found: dict[str, Any] = {
+        "one rank": refused(lambda: fit(CastOnOneRank(), callbacks=[callback], plugins=[plan], **ddp()))
+    }
+    stock = PrecisionAudit(run_dir=folder / "c")
+    fit(Regression(), callbacks=[stock], precision="bf16-true", **ddp())
+    found["stock"] = [(row.reduce, row.ok) for row in stock.rows]
+    compressed = PrecisionAudit(run_dir=folder / "d")
+    fit(Compressed(), callbacks=[compressed], precision="32-true", **ddp())
+    found["behind"] = [(row.reduce, row.ok) for row in compressed.rows]
+    return found
 
 
 NORMS = {"*norm*": "fp32"}
@@ -113,7 +104,7 @@ def test_every_strategy_is_as_declared(ranks: Ranks, tmp_path: Path, case: str) 
 
 
 def test_what_is_summed_and_what_one_rank_alone_does(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.run(Differing(tmp_path))
+    first, second = ranks.call(differing, tmp_path)
     for found in (first, second):
         assert "net.3 computed in fp32. Allowed: bf16" in found["one rank"]
         assert found["stock"] == [("bf16", True)] * 3  # stock DDP sums what it finds

@@ -245,9 +245,6 @@ def test_tf32_that_is_on_is_healthy() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-# ---------------------------------------------------------------------- and it is true
-
-
 def test_a_stock_scaler_refuses_fp16_weights_a_plan_trains_them_and_the_doctor_knows() -> None:
     model, plan = Regression(lambda p: torch.optim.SGD(p, lr=1e-3)).half(), Plan("16-mixed")
     finding = found(model, "16-mixed")["fp16_params_under_scaler"]
@@ -271,8 +268,6 @@ def test_a_model_that_from_pretrained_returned_is_in_eval_mode(tmp_path: object)
     assert found(Wrapped(loaded.train()), Plan("bf16-mixed")) == {}
     assert found(loaded.eval(), Plan("bf16-mixed"))["eval_mode"].where is None  # the whole model has no name
 
-
-# ---------------------------------------------------------------------- reentrant checkpointing
 
 NAME, BLOCKS = "lora_checkpoint_no_input_grads", ("LlamaDecoderLayer", "GPT2Block")
 
@@ -352,9 +347,6 @@ def test_a_pattern_for_modules_that_are_made_later_is_no_fault(hook: str) -> Non
     )
 
 
-# ---------------------------------------------------------------------- schedules
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_stock_scaler_skips_and_the_schedule_counts_it(name: str) -> None:
     finding = found(Regression(scheduler=SCHEDULES[name]), "16-mixed")["schedule_counts_skips"]
@@ -406,8 +398,6 @@ def test_what_needs_a_trainer_is_left_out_and_said(caplog: pytest.LogCaptureFixt
         assert found(NeedsTrainer(), "16-mixed") == {}
     assert "schedule_counts_skips could not be made" in caplog.text
 
-
-# ---------------------------------------------------------------------- DeepSpeed's JSON
 
 HALF = {"fp16": {"enabled": True}}
 

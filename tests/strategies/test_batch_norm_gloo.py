@@ -14,7 +14,7 @@ from lightning_mp.errors import Faults
 from lightning_mp.plan import for_strategy
 from support.cells import WHOLE
 from support.comparing import of_training, same
-from support.norms import RATE, STEPS, Direct, Normed, Run, run
+from support.norms import RATE, STEPS, Normed, direct, run, run_on
 from support.ranks import Ranks
 from support.running import fit
 from support.sharded import whole
@@ -42,7 +42,7 @@ def _alone(mode: str) -> dict[str, Any]:
     ],
 )
 def test_synchronized_batch_norms_are_those_of_the_whole_batch(ranks: Ranks, host: str, mode: str) -> None:
-    found = ranks.run(Run(host, mode, options={"sync_batchnorm": True, "pins": PINS[mode]}))
+    found = ranks.call(run_on, host, mode, sync_batchnorm=True, pins=PINS[mode])
     alone = _alone(mode)
     for one in found:
         assert same(one["tensors"], alone["tensors"], of_training(mode, RATE, STEPS, summands=64, update=10.0))
@@ -83,7 +83,7 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
 
 @pytest.mark.gloo
 def test_on_a_cpu_a_synchronized_norm_is_the_norm_of_the_whole_batch(ranks: Ranks) -> None:
-    for found in ranks.run(Direct("cpu")):
+    for found in ranks.call(direct, "cpu"):
         for expected, synchronized in found:
             torch.testing.assert_close(synchronized, expected)
 
@@ -93,7 +93,7 @@ def test_on_a_cpu_a_synchronized_norm_is_the_norm_of_the_whole_batch(ranks: Rank
 @pytest.mark.parametrize("host", HOSTS)
 def test_recomputed_batch_norms_are_counted_once(ranks: Ranks, host: str, sync: bool) -> None:
     options = {"sync_batchnorm": sync, "pins": PINS["bf16-mixed"]}
-    once = ranks.run(Run(host, "bf16-mixed", options=options))
-    again = ranks.run(Run(host, "bf16-mixed", options={**options, "checkpointing": "net"}))
+    once = ranks.call(run_on, host, "bf16-mixed", **options)
+    again = ranks.call(run_on, host, "bf16-mixed", **options, checkpointing="net")
     assert same([one["tensors"] for one in again], [one["tensors"] for one in once])
     assert again[0]["tensors"]["net.1.num_batches_tracked"] == STEPS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.comparing import eps, same
-from support.features import FEATURE, OWN_WINDOWS, Ran
+from support.features import FEATURE, OWN_WINDOWS, ran
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
@@ -105,7 +105,7 @@ def cells() -> Iterator[Any]:
             variants = [one for one in variants if one[0] != "32-true" or not column.endswith("_half")]
             variants = [one for one in variants if (column, one[1]) != WAITS[:2] or name not in WAITS[2]]
             for number, (mode, window) in enumerate(variants):
-                now = (place + turn) % 5 == 0 and number == (turn // 3 + place) % len(variants)
+                now = (place + turn) % 7 == 0 and number == (turn // 3 + place) % len(variants)
                 marks = [] if now else [pytest.mark.slow, pytest.mark.whole]
                 yield pytest.param(column, name, mode, window, marks=marks)
 
@@ -145,9 +145,9 @@ def test_it_is_the_same_as_on_one_device_or_refused(
     alone_in: Path,
     tmp_path: Path,
 ) -> None:
-    (alone,) = one_device.run(Ran(name, "single", str(alone_in / f"{name}-{mode}-{window}"), mode, window))
+    (alone,) = one_device.call(ran, name, "single", str(alone_in / f"{name}-{mode}-{window}"), mode, window)
     refusal = REFUSED.get(strategy, FSDP1).get(name, alone.get("refused"))
-    for each in ranks.run(Ran(name, strategy, str(tmp_path), mode, window)):
+    for each in ranks.call(ran, name, strategy, str(tmp_path), mode, window):
         assert "failed" not in each, each["failed"]
         if refusal is None:
             assert same(alone, each, max(WITHIN, eps(mode))), (alone, each)

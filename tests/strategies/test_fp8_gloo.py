@@ -1,6 +1,5 @@
 """``fp8-mixed`` on two processes: every strategy multiplies the same numbers."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -109,20 +108,18 @@ class DrawsApart(Regression):
         torch.manual_seed(1 + self.global_rank)
 
 
-@dataclass(frozen=True)
-class Rounded:
-    def run(self) -> dict[str, Any]:
-        torch.manual_seed(0)
-        module = DrawsApart(partial(optim._AdamW, lr=1e-3, bf16_stochastic_round=True))
-        with torch.compiler.set_stance("force_eager"):
-            fit(module, plugins=[MixedPrecisionPlan("bf16-true")], **ddp())
-        drawn = torch.rand(())
-        module.on_train_start()
-        return {"weights": weights(module), "drawn": drawn, "expected": torch.rand(())}
+def rounded() -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = DrawsApart(partial(optim._AdamW, lr=1e-3, bf16_stochastic_round=True))
+    with torch.compiler.set_stance("force_eager"):
+        fit(module, plugins=[MixedPrecisionPlan("bf16-true")], **ddp())
+    drawn = torch.rand(())
+    module.on_train_start()
+    return {"weights": weights(module), "drawn": drawn, "expected": torch.rand(())}
 
 
 def test_ranks_round_alike_and_their_own_generators_are_left_alone(ranks: Ranks) -> None:
-    one, other = ranks.run(Rounded())
+    one, other = ranks.call(rounded)
     assert same_weights(one["weights"], other["weights"])
     for found in (one, other):
         assert torch.equal(found["drawn"], found["expected"])

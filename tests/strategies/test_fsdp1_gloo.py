@@ -19,7 +19,7 @@ from support.models import same_weights
 from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
-from support.sharded import PINS, RATE, Both, Ranked, RefusedWay, fsdp1
+from support.sharded import PINS, RATE, Both, Ranked, fsdp1, refused_way
 
 pytestmark = pytest.mark.gloo
 
@@ -146,5 +146,5 @@ SAID = {
 
 @pytest.mark.parametrize("which", WAYS)
 def test_what_cannot_run_is_refused_before_the_first_step(ranks: Ranks, which: str) -> None:
-    for message in ranks.run(RefusedWay(__name__, which)):
+    for message in ranks.call(refused_way, __name__, which):
         assert all(text.lower() in message.lower() for text in SAID[which]), message

@@ -150,9 +150,6 @@ def left(trainer: Trainer, module: Net) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------- what hooks do
-
-
 class ClipsItself(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen["norm"] = float(nn.utils.clip_grad_norm_(self.parameters(), 0.05))
@@ -222,9 +219,6 @@ class Plateau(Net):
 class WholeBatches(Net):
     def loss(self, batch: Any) -> Tensor:
         return (self(batch[0]).float() - batch[1]).pow(2).mean()
-
-
-# ---------------------------------------------------------------------- which parameters are used
 
 
 class Unused(Net):
@@ -314,9 +308,6 @@ class Routed(Net):
         return (self.head(out).float() - y).pow(2).mean()
 
 
-# ---------------------------------------------------------------------- by hand
-
-
 class Normed(Net):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -388,9 +379,6 @@ class FailsOnce(Net):
 class Two(Manual):
     def configure_optimizers(self) -> Any:
         return [adamw([*self.backbone.parameters(), *self.middle.parameters()]), SGD(self.head.parameters(), lr=1e-2)]
-
-
-# ---------------------------------------------------------------------- the table
 
 
 def lr_finder(host: Host) -> dict[str, Any]:
@@ -576,25 +564,17 @@ OWN_WINDOWS = {
 OWN_WINDOWS |= {name for name in FEATURE if name.endswith("in_the_midst_of_a_window")}
 
 
-@dataclass(frozen=True)
-class Ran:
-    name: str
-    strategy: str
-    folder: str
-    mode: str
-    window: int
+def ran(name: str, strategy: str, folder: str, mode: str, window: int) -> dict[str, Any]:
+    import torch.distributed as dist
 
-    def run(self) -> dict[str, Any]:
-        import torch.distributed as dist
-
-        if self.strategy != "single" and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        try:
-            with warnings.catch_warnings():  # what a warning says that a result is not: as good as refused
-                warnings.filterwarnings("error", message=".*which is None here")
-                return FEATURE[self.name](Host(self.strategy, Path(self.folder), self.mode, self.window))
-        except (PlanError, MisconfigurationException, NotImplementedError) as error:
-            return {"refused": str(error)}
-        except Exception as error:
-            refused = any(word in str(error) for word in REFUSING)
-            return {"refused": str(error)} if refused else {"failed": traceback.format_exc()}
+    if strategy != "single" and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        with warnings.catch_warnings():  # what a warning says that a result is not: as good as refused
+            warnings.filterwarnings("error", message=".*which is None here")
+            return FEATURE[name](Host(strategy, Path(folder), mode, window))
+    except (PlanError, MisconfigurationException, NotImplementedError) as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        refused = any(word in str(error) for word in REFUSING)
+        return {"refused": str(error)} if refused else {"failed": traceback.format_exc()}

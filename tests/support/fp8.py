@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_mp import FP8, MixedPrecisionPlan, PlanError, make_strategy
+from lightning_mp import FP8, MixedPrecisionPlan, PlanError
 from lightning_mp.compat.lightning import LightningModule
 from support.running import trainer
-from support.sharded import WAIT, on, rank
+from support.sharded import rank, under
 
 VOCABULARY, WIDTH = 48, 32
 RECIPES = ("rowwise", "tensorwise", "rowwise_gw_hp")
@@ -144,9 +144,8 @@ class Across:
 
     def run(self) -> Any:
         plugin, module = plan(self.recipe, pins=self.pins or None, **self.rule), Plain()
-        options: dict[str, Any] = {"timeout": WAIT["timeout"], "process_group_backend": "gloo", **self.options}
-        strategy = make_strategy(self.strategy, plugin, **options)
-        runner = trainer(plugins=[plugin], **on(strategy), num_sanity_val_steps=0, limit_val_batches=1)
+        host = under(self.strategy, plugin, **self.options)
+        runner = trainer(**host, num_sanity_val_steps=0, limit_val_batches=1)
         with products() as made:
             try:
                 runner.fit(module, texts(seed=3 if self.alike else 3 + rank()), texts())

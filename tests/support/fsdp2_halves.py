@@ -1,7 +1,6 @@
 """What FSDP2 gathers in half precision: bytes that cross, copies that stay, and runs beside DDP's."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -68,19 +67,11 @@ class Counted(Text):
         return loss
 
 
-@dataclass(frozen=True)
-class Bytes:
-    kind: str
-    mode: str = "bf16-mixed"
-    options: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-
-    def run(self) -> dict[str, Any]:
-        module, moved = Counted(self.kind), Moved()
-        host = fsdp2(wrap=None, **self.strategy)
-        sharded = trained(self.mode, host, module, data=text(), callbacks=[moved], **self.options)
-        other = trained(self.mode, ddp(), Counted(self.kind), data=text(), **self.options)
-        return {"sharded": sharded, "ddp": other, "steps": moved.steps, "kept": module.kept}
+def bytes_moved(kind: str) -> dict[str, Any]:
+    module, moved = Counted(kind), Moved()
+    sharded = trained("bf16-mixed", fsdp2(wrap=None), module, data=text(), callbacks=[moved])
+    other = trained("bf16-mixed", ddp(), Counted(kind), data=text())
+    return {"sharded": sharded, "ddp": other, "steps": moved.steps, "kept": module.kept}
 
 
 class Kinds(nn.Module):
@@ -142,17 +133,8 @@ class PastItsPin(Many):
         return super().loss(batch) + nn.functional.conv1d(batch[0][..., None], self.net[2].weight[..., None]).mean()
 
 
-@dataclass(frozen=True)
-class Read:
-    module: type[Many] = Penalised
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    #: of the strategy
-    wrap: Any = Kinds
-
-    def run(self) -> str:
-        return refused(
-            lambda: fit(self.module(), plugins=[plan_for("16-mixed", **self.options)], **fsdp2(wrap=self.wrap))
-        )
+def read(module: type[Many] = Penalised, wrap: Any = Kinds, **options: Any) -> str:
+    return refused(lambda: fit(module(), plugins=[plan_for("16-mixed", **options)], **fsdp2(wrap=wrap)))
 
 
 KINDS = {"wrap": Kinds}

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_mp import LossScaling, make_strategy
+from lightning_mp import LossScaling
 from lightning_mp.callbacks import LossScaleMonitor, TrainingHealth
 from lightning_mp.health.measurement import StepMeasurement, ToHost
 from lightning_mp.record import metric_names
@@ -21,6 +20,7 @@ from support import sharded_hosts
 from support.models import Regression, batches
 from support.oracles import plan_for
 from support.running import fit
+from support.sharded import under
 
 STEPS, LR = 4, 1e-2
 #: a scale that is no power of two would round; one far from 1 shows where it was forgotten
@@ -83,12 +83,8 @@ def _stock_ddp(mode: str) -> dict[str, Any]:
 
 
 def _ours(name: str, **options: Any) -> Callable[[str], dict[str, Any]]:
-    def host(mode: str) -> dict[str, Any]:
-        plan = plan_for(mode, STATIC, pins=None if name == "fsdp1" else {"LayerNorm": "fp32"})
-        own = {} if name in ZERO else {"process_group_backend": "gloo"}
-        return {"plugins": [plan], "strategy": make_strategy(name, plan, **_WAIT, **own, **options)}
-
-    return host
+    pins = None if name == "fsdp1" else {"LayerNorm": "fp32"}
+    return lambda mode: under(name, plan_for(mode, STATIC, pins=pins), **options)
 
 
 HOSTS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -105,16 +101,10 @@ HOSTS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Watched:
-    host: str
-    mode: str
-    folder: Path
-
-    def run(self) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-        health, scale = TrainingHealth(self.folder, report=False), LossScaleMonitor()
-        fit(Ranked(), callbacks=[health, scale], max_steps=STEPS, **two(HOSTS[self.host](self.mode)))
-        return health.rows, scale.rows
+def watched(host: str, mode: str, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    health, scale = TrainingHealth(folder, report=False), LossScaleMonitor()
+    fit(Ranked(), callbacks=[health, scale], max_steps=STEPS, **two(HOSTS[host](mode)))
+    return health.rows, scale.rows
 
 
 def two(host: dict[str, Any]) -> dict[str, Any]:
@@ -130,39 +120,29 @@ class OneBad(Ranked):
         return self.loss(batch)
 
 
-@dataclass(frozen=True)
-class Bad:
+def bad_batch(host: str, mode: str, action: str, folder: Path) -> dict[str, Any]:
     """What each rank tells of a run in which one rank had a bad batch, and what is done about it."""
-
-    host: str
-    mode: str
-    action: str
-    folder: Path
-
-    def run(self) -> dict[str, Any]:
-        mine = TrainingHealth(self.folder, actions={"nonfinite_loss": self.action}, report=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "TrainingHealth: step")
-            fit(OneBad(), callbacks=[mine], max_steps=STEPS, **two(HOSTS[self.host](self.mode)))
-        return {
-            "events": [event.to_dict() for event in mine.events],
-            "rows": len(mine.rows),
-            "finite": all(row[metric_names.PARAM_NORM] == row[metric_names.PARAM_NORM] for row in mine.rows),
-        }
+    mine = TrainingHealth(folder, actions={"nonfinite_loss": action}, report=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TrainingHealth: step")
+        fit(OneBad(), callbacks=[mine], max_steps=STEPS, **two(HOSTS[host](mode)))
+    return {
+        "events": [event.to_dict() for event in mine.events],
+        "rows": len(mine.rows),
+        "finite": all(row[metric_names.PARAM_NORM] == row[metric_names.PARAM_NORM] for row in mine.rows),
+    }
 
 
-@dataclass(frozen=True)
-class Totals:
-    def run(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
+def totals() -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
 
-        class Reads(Callback):
-            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-                rank = trainer.global_rank
-                done = {metric_names.SAMPLES_PER_S: 8 + rank, metric_names.TOKENS_PER_S: 100 * (1 + rank)}
-                done |= {"flops_per_s": 6e9, "seconds": 2.0 - rank}
-                measured, to_host = StepMeasurement(trainer, pl_module), ToHost(torch.device("cpu"))
-                found.update(measured.derived(to_host.read(measured.take(done))))
+    class Reads(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            rank = trainer.global_rank
+            done = {metric_names.SAMPLES_PER_S: 8 + rank, metric_names.TOKENS_PER_S: 100 * (1 + rank)}
+            done |= {"flops_per_s": 6e9, "seconds": 2.0 - rank}
+            measured, to_host = StepMeasurement(trainer, pl_module), ToHost(torch.device("cpu"))
+            found.update(measured.derived(to_host.read(measured.take(done))))
 
-        fit(Ranked(), callbacks=[Reads()], max_steps=1, **two(_stock_ddp("32-true")))
-        return found
+    fit(Ranked(), callbacks=[Reads()], max_steps=1, **two(_stock_ddp("32-true")))
+    return found

@@ -1,26 +1,11 @@
 """The plain scaled training loop of torch's documentation, without a trainer."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 INF = float("inf")
-
-FUSED: dict[str, Callable[[Any], Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
-}
-OPTIMIZERS = FUSED | {
-    "AdamW, for-loop": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "SGD with momentum, for-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-}
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -1,8 +1,6 @@
 """A model with batch norms, and what each rank of a run with it does; the tests look at what came back."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,13 +8,12 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_mp import MixedPrecisionPlan, make_strategy
 from lightning_mp.modules import sync_batchnorm
 from lightning_mp.modules.patterns import original_class
 from support.models import FEATURES
 from support.oracles import plan_for
 from support.running import fit
-from support.sharded import rank, whole, world
+from support.sharded import rank, under, whole, world
 
 STEPS = 4
 RATE = 0.05
@@ -54,22 +51,12 @@ class Normed(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=RATE, momentum=0.9)
 
 
-def host(name: str, plan: MixedPrecisionPlan, **options: Any) -> dict[str, Any]:
-    """Trainer arguments; ``single`` is a run of its own on each rank."""
-    if name == "single":
-        return {"plugins": [plan]}
-    options["timeout"] = timedelta(seconds=60)
-    if name not in ZERO:
-        options["process_group_backend"] = "gloo"
-    strategy = make_strategy(ZERO.get(name, name), plan, **options)
-    return {"plugins": [plan], "strategy": strategy, "devices": world(), "use_distributed_sampler": False}
-
-
 def run(name: str, mode: str, module: LightningModule, **options: Any) -> dict[str, Any]:
+    """``single`` is a run of its own on each rank."""
     given = {key: options.pop(key) for key in ("pins", "checkpointing") if key in options}
     plan = plan_for(mode, **given)
-    trainer = host(name, plan, **options.pop("strategy", {}))
-    fit(module, max_steps=STEPS, **options, **trainer)
+    host = {"plugins": [plan]} if name == "single" else under(ZERO.get(name, name), plan)
+    fit(module, max_steps=STEPS, **options, **host)
     return {
         "tensors": whole(module),
         "classes": getattr(module, "classes", set()),
@@ -77,40 +64,28 @@ def run(name: str, mode: str, module: LightningModule, **options: Any) -> dict[s
     }
 
 
-@dataclass(frozen=True)
-class Run:
-    host: str
-    mode: str = "32-true"
-    module: Callable[[], LightningModule] = Normed
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def run(self) -> dict[str, Any]:
-        return run(self.host, self.mode, self.module(), **self.options)
+def run_on(host: str, mode: str, **options: Any) -> dict[str, Any]:
+    return run(host, mode, Normed(), **options)
 
 
-@dataclass(frozen=True)
-class Direct:
+def direct(device: str) -> list[tuple[Tensor, Tensor]]:
     """A batch norm on each rank's rows, beside one on all of them: outputs, gradients, statistics."""
-
-    device: str
-
-    def run(self) -> list[tuple[Tensor, Tensor]]:
-        begun = not dist.is_initialized()
+    begun = not dist.is_initialized()
+    if begun:
+        dist.init_process_group("gloo")
+    try:
+        x = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(3)).to(device)
+        whole, part = x.clone().requires_grad_(), x[rank() :: world()].clone().requires_grad_()
+        one, each = nn.BatchNorm1d(3).to(device), nn.BatchNorm1d(3).to(device)
+        sync_batchnorm.apply([each])
+        expected, found = one(whole), each(part)
+        (expected**3).sum().backward()
+        (found**3).sum().backward()
+        assert whole.grad is not None
+        assert part.grad is not None
+        pairs = [(expected[rank() :: world()], found), (whole.grad[rank() :: world()], part.grad)]
+        pairs += zip(one.buffers(), each.buffers(), strict=True)
+        return [(a.detach().cpu(), b.detach().cpu()) for a, b in pairs]
+    finally:
         if begun:
-            dist.init_process_group("gloo")
-        try:
-            x = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(3)).to(self.device)
-            whole, part = x.clone().requires_grad_(), x[rank() :: world()].clone().requires_grad_()
-            one, each = nn.BatchNorm1d(3).to(self.device), nn.BatchNorm1d(3).to(self.device)
-            sync_batchnorm.apply([each])
-            expected, found = one(whole), each(part)
-            (expected**3).sum().backward()
-            (found**3).sum().backward()
-            assert whole.grad is not None
-            assert part.grad is not None
-            pairs = [(expected[rank() :: world()], found), (whole.grad[rank() :: world()], part.grad)]
-            pairs += zip(one.buffers(), each.buffers(), strict=True)
-            return [(a.detach().cpu(), b.detach().cpu()) for a, b in pairs]
-        finally:
-            if begun:
-                dist.destroy_process_group()
+            dist.destroy_process_group()

@@ -17,6 +17,7 @@ from support import hf
 from support.comparing import same
 from support.ranks import Ranks
 from support.running import trainer
+from support.sharded import full
 
 WIDTH, ROWS, VOCABULARY, LENGTH = 8, 8, hf.VOCABULARY, 6
 INF = float("inf")
@@ -83,7 +84,7 @@ class Staged(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         here = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        self.gradients.append({name: _whole(gradient).clone() for name, gradient in here.items()})
+        self.gradients.append({name: full(gradient) for name, gradient in here.items()})
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         plan: Any = self.trainer.precision_plugin
@@ -133,10 +134,6 @@ class GPT2(Llama):
 
 #: arguments of a Trainer that count batches, which are pieces on one process
 _IN_BATCHES = ("limit_train_batches", "overfit_batches", "val_check_interval")
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
 
 
 def data(steps: int, rows: int, replicas: int = 1, replica: int | None = None) -> DataLoader[Any]:
@@ -219,7 +216,7 @@ class Fit:
         metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
         return {
             "gradients": module.gradients,
-            "weights": {k: _whole(v).cpu().clone() for k, v in runner.strategy.lightning_module_state_dict().items()},
+            "weights": {k: full(v).cpu() for k, v in runner.strategy.lightning_module_state_dict().items()},
             "optimizer": runner.strategy.optimizer_state(runner.optimizers[0]),
             "counts": (plan.skipped_steps, plan.applied_steps),
             "scale": None if plan.scaler is None else plan.scaler.get_scale(),

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
@@ -52,10 +52,11 @@ class Call:
     """A case that is a function at the top of a module, with its arguments."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> Any:
-        return self.function(*self.arguments)
+        return self.function(*self.arguments, **self.options)
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -121,6 +122,10 @@ class Ranks:
         if isinstance(kept, RankError):
             raise kept
         return kept
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """What ``function`` returned, which stands at the top of a module, by rank."""
+        return self.run(Call(function, arguments, options))
 
     def _run(self, case: Case) -> list[Any]:
         try:

@@ -1,8 +1,12 @@
-"""A real Trainer, quiet and on the CPU."""
+"""A real Trainer, quiet and on the CPU; and what a call is refused for."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from lightning_mp.compat.lightning import LightningModule, Trainer
+from lightning_mp.errors import Fault, PlanError
 from support.models import batches
 
 
@@ -25,3 +29,10 @@ def fit(module: LightningModule, *, data: Any = None, ckpt_path: Any = None, **a
     runner = trainer(**arguments)
     runner.fit(module, batches() if data is None else data, ckpt_path=ckpt_path)
     return runner
+
+
+def faults_of(call: Callable[[], object]) -> tuple[Fault, ...]:
+    """What a call is refused for."""
+    with pytest.raises(PlanError) as error:
+        call()
+    return error.value.faults

@@ -26,7 +26,7 @@ from support.models import FEATURES, InfiniteGradient, Regression
 from support.oracles import plan_for
 from support.running import fit
 
-WAIT = {"timeout": timedelta(seconds=30), "process_group_backend": "gloo"}
+WAIT = {"timeout": timedelta(seconds=60), "process_group_backend": "gloo"}
 BAD_RANK = 1
 PINS = {"LayerNorm": "fp32"}
 RATE = 1e-2
@@ -61,6 +61,13 @@ def world() -> int:
 def on(strategy: Any) -> dict[str, Any]:
     """Trainer arguments: every rank on the CPU, with its own data."""
     return {"strategy": strategy, "devices": world(), "use_distributed_sampler": False}
+
+
+def under(name: str, plan: Any, **options: Any) -> dict[str, Any]:
+    """Trainer arguments: a plan under the strategy that is made for it."""
+    from lightning_mp import make_strategy
+
+    return {"plugins": [plan], **on(make_strategy(name, plan, **{"timeout": WAIT["timeout"], **options}))}
 
 
 def ddp(**options: Any) -> dict[str, Any]:
@@ -240,17 +247,11 @@ class Both:
         }
 
 
-@dataclass(frozen=True)
-class RefusedWay:
+def refused_way(table: str, which: str) -> str:
     """What is said instead of running; ``which`` is one of the ``WAYS`` of ``table``, a module."""
-
-    table: str
-    which: str
-
-    def run(self) -> str:
-        said = refused(import_module(self.table).WAYS[self.which])
-        dist.barrier()
-        return said
+    said = refused(import_module(table).WAYS[which])
+    dist.barrier()
+    return said
 
 
 def refused(call: Callable[[], Any]) -> str:

@@ -11,6 +11,19 @@ from lightning_mp.record.run_folder import RunFolder
 
 SPIKE, COLLAPSE = 12, 20
 OVERFLOWS = (1, 2, 9)
+#: the charts of a run, and what is drawn in each of them
+LINES = {
+    "Loss": {"training": "train/loss", "validation": "val/loss"},
+    "Gradient norm": {"all parameters": "health/grad_norm"},
+    "Update-to-weight ratio": {"all parameters": "health/update_ratio"},
+    "Loss scale": {"loss scale": "health/loss_scale"},
+    "Skipped steps": {"in total": "health/skipped_steps"},
+    "Learning rate": {"learning rate": "health/lr"},
+    "Tokens per second": {"tokens": "health/tokens_per_s"},
+    "Samples per second": {"samples": "health/samples_per_s"},
+    "Model FLOPs utilisation": {"MFU": "health/mfu"},
+    "Memory": {"peak": "health/memory_peak_gib", "allocated": "health/memory_allocated_gib"},
+}
 
 
 def reading(step: int, shift: float = 0.0) -> dict[str, Any]:

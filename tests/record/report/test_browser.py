@@ -9,21 +9,10 @@ from playwright.sync_api import Browser
 
 from lightning_mp.record.report import write_report
 from record.report.browser import DESKTOP, PHONE, Shown, chromium
-from record.report.runs import OVERFLOWS, values, write_run
+from record.report.runs import LINES, OVERFLOWS, values, write_run
 
 pytestmark = pytest.mark.slow
 
-LINES = {
-    "Loss": {"training": "train/loss", "validation": "val/loss"},
-    "Gradient norm": {"all parameters": "health/grad_norm"},
-    "Loss scale": {"loss scale": "health/loss_scale"},
-    "Skipped steps": {"in total": "health/skipped_steps"},
-    "Learning rate": {"learning rate": "health/lr"},
-    "Tokens per second": {"tokens": "health/tokens_per_s"},
-    "Samples per second": {"samples": "health/samples_per_s"},
-    "Model FLOPs utilisation": {"MFU": "health/mfu"},
-    "Memory": {"peak": "health/memory_peak_gib", "allocated": "health/memory_allocated_gib"},
-}
 Show = Callable[..., Shown]
 
 
@@ -71,8 +60,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_every_chart_has_drawn_its_points(show: Show, folder: Path, address: str, device: dict[str, Any]) -> None:
     charts = show(address, **device).charts()
-    assert set(charts) == {*LINES, "Update-to-weight ratio"}
+    assert set(charts) == set(LINES)
     for title, lines in LINES.items():
+        if title == "Update-to-weight ratio":  # an axis of powers has no 0
+            continue
         chart = charts[title]
         for curve, (name, key) in zip(chart["curves"], lines.items(), strict=True):
             assert curve["name"] == name
