@@ -33,7 +33,6 @@ _WAYS = set(os.environ.get("LIGHTNINGS_TESTS", "").split("+"))
 #: Lightning's plugins for which a plan can stand
 _STOCK = (Precision, MixedPrecision, HalfPrecision)
 _STARTS = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork"}
-
 _AFTER_FIT = "it steps the optimizer by hand once fit has ended, which a plan refuses"
 _BY_HAND = "it calls loss.backward() under DDP, where a plan asks for self.manual_backward(loss)"
 _KEY = "it lists a checkpoint's keys, and a plan has one"

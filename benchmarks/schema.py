@@ -21,7 +21,6 @@ from lightning_mp.strategies.registry import PREFIX, STRATEGIES, trainer_argumen
 FOLDER = Path(str(files("lightning_mp.configs"))) / "schema"
 #: what every editor that knows schemas reads; Hydra's own header stands before it
 MODELINE = "# yaml-language-server: $schema="
-
 _JSON = {str: "string", bool: "boolean", int: "integer", float: "number", NoneType: "null"}
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 _DTYPE = {"enum": list(STORAGE_DTYPES)}

@@ -31,7 +31,6 @@ QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", 
 HERE = {"accelerator": "cpu", "devices": 1}
 #: units of bf16's roundoff by which losses may differ from fp32's: the models are a few layers deep
 ROUNDINGS = 16
-
 #: what was trained, what it predicts, and what is predicted once it was saved and loaded
 Outcome = tuple[Any, Any, Any]
 

@@ -38,6 +38,12 @@ def pristine() -> Iterator[Callable[..., Any]]:
         yield lambda function, *arguments: started.call(in_a_fork, function, *arguments)[0]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module's runs write that several of its tests look at."""
+    return tmp_path_factory.mktemp("shared")
+
+
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The present folder is the test's own: what a run writes where nothing says where to."""

@@ -27,7 +27,6 @@ from support.running import trainer as quiet_trainer
 
 #: what a user may have called files of their own
 MINE = ("metrics.jsonl", "run.json", "report.html", "events.jsonl", "audit.json", "last.ckpt")
-
 Make = Callable[..., Trainer]
 Day = Callable[[Make], Regression]
 
@@ -159,8 +158,6 @@ REGIMES: dict[str, Callable[[], dict[str, Any]]] = {
     "plan bf16-mixed": lambda: {"plugins": [MixedPrecisionPlan("bf16-mixed")], "callbacks": _watching()},
     "stock bf16-mixed": lambda: {"precision": "bf16-mixed", "callbacks": [*_watching(), NonFiniteGuard()]},
 }
-
-
 #: each day under the plan; beside stock precision, which callbacks leave alone, those that save and resume
 OFTEN = [(day, "plan bf16-mixed") for day in DAYS] + [(day, "stock bf16-mixed") for day in list(DAYS)[:5]]
 

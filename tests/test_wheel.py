@@ -15,7 +15,6 @@ from packaging.metadata import Metadata
 import lightning_mp
 
 pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[1]
 #: what a checkout may hold beside its sources
 _NO_SOURCE = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "runs", "lightning_mp_*", "node_modules", "site")

@@ -12,20 +12,13 @@ from support.ranks import Ranks
 from support.sharded import BAD_RANK, HOSTS, Ranked, trained
 
 pytestmark = pytest.mark.gloo
-
 #: the module, or parameter, that is named
 NAMED = {"batch": "net.0", "gradient": "net.3", "loss": "net.3", "hook": "net."}
 CASES = [
-    ("ddp", "bf16-mixed", "gradient"),
-    ("ddp", "16-mixed", "loss"),
-    ("ddp", "32-true", "hook"),
-    ("fsdp1", "bf16-mixed", "batch"),
-    ("fsdp2", "bf16-mixed", "batch"),
-    ("fsdp2", "16-mixed", "gradient"),
-    ("fsdp2", "bf16-mixed", "hook"),
-    ("zero2", "bf16-mixed", "gradient"),
-    ("zero3", "bf16-mixed", "batch"),
-]
+    ("ddp", "bf16-mixed", "gradient"), ("ddp", "16-mixed", "loss"), ("ddp", "32-true", "hook"),
+    ("fsdp1", "bf16-mixed", "batch"), ("fsdp2", "bf16-mixed", "batch"), ("fsdp2", "16-mixed", "gradient"),
+    ("fsdp2", "bf16-mixed", "hook"), ("zero2", "bf16-mixed", "gradient"), ("zero3", "bf16-mixed", "batch"),
+]  # fmt: skip
 
 
 class Sick(Ranked):

@@ -189,7 +189,6 @@ class Rewound:
 
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-
 PASSING = [how for how in FAULTS if how != "weight"]
 CASES = [
     *(("ddp", "32-true", how) for how in PASSING),
@@ -200,13 +199,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("guard")
-
-
 @pytest.mark.parametrize(("host", "mode", "how"), CASES)
-def test_both_ranks_skip_name_the_guilty_one_and_save_its_batch(
+def test_both_skip_name_the_guilty_and_save_its_batch(
     ranks: Ranks, folder: Path, host: str, mode: str, how: str
 ) -> None:
     guarded, ordinary = Guarded(host, mode, how, folder), mode == "16-mixed" and how == "gradient"

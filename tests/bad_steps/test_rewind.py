@@ -79,9 +79,7 @@ def _scheduled(module: Breaks) -> Breaks:
 
 @pytest.mark.parametrize("mode", STOCK)
 @pytest.mark.parametrize("every", [1, 2, 4])
-def test_all_is_as_the_checkpoint_was_and_the_run_goes_on(
-    tmp_path: Path, rewinds: Rewinds, every: int, mode: str
-) -> None:
+def test_all_is_as_the_checkpoint_was_and_it_goes_on(tmp_path: Path, rewinds: Rewinds, every: int, mode: str) -> None:
     module, trace = _scheduled(Spoilt("loss", (BAD,))), Trace()
     saved = _every(tmp_path / "saved", every)
     runner = rewinds.fit(module, trace, saved, mode=mode)

@@ -41,8 +41,6 @@ ACTING = {
 MONITORS = sorted(CALLBACKS.keys() - ACTING)
 every_callback = pytest.mark.parametrize("name", CALLBACKS)
 every_mode = pytest.mark.parametrize("mode", MODES)
-
-
 # monitors without a run_dir write under the root folder
 pytestmark = pytest.mark.usefixtures("own_folder")
 

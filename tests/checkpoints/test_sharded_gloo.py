@@ -21,7 +21,6 @@ from support.saved import RECORDED, SILENT, Held, Kept
 from support.sharded import HOSTS, rank, whole
 
 pytestmark = pytest.mark.gloo
-
 SHARDED = ("fsdp2", "fsdp1")
 ZERO = tuple(f"zero{stage}" for stage in range(4))
 ZERO_BF16 = tuple(f"zero{stage} bf16" for stage in (1, 2, 3))
@@ -114,9 +113,7 @@ def test_optimizer_states_load_into_a_plain_optimizer(saved: Saved, host: str) -
         ("zero3", "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt", "it lacks the model states of rank 0"),
     ],
 )
-def test_an_incomplete_checkpoint_says_what_is_missing(
-    saved: Saved, tmp_path: Path, host: str, lost: str, says: str
-) -> None:
+def test_an_incomplete_one_says_what_is_missing(saved: Saved, tmp_path: Path, host: str, lost: str, says: str) -> None:
     copy = saved.copy(host, tmp_path)
     (copy / lost).unlink()
     with pytest.raises(CheckpointFormatError, match=re.escape(says)):

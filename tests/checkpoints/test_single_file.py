@@ -122,9 +122,7 @@ def test_a_checkpoint_is_not_written_over_itself(saved: Path, tmp_path: Path) ->
     assert saved.read_bytes() == before
 
 
-def test_a_failure_leaves_the_old_file_and_nothing_else(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_the_old_file_alone(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "w.pt").write_text("old")
 
     def fails(tensors: Any, path: Path) -> None:

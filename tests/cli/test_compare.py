@@ -75,9 +75,7 @@ def test_plans_train_the_same_model_in_less_memory(demo: tuple[str, Path]) -> No
 
 
 @pytest.mark.parametrize("package", ["transformers", "tokenizers"])
-def test_a_missing_package_names_the_extra_that_brings_it(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_names_its_extra(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightning.pytorch")  # whose metrics look for transformers when they are imported
     monkeypatch.setitem(sys.modules, package, None)  # Python's own way to say: not importable
     result = CliRunner().invoke(app, ["demo", "--steps", "1", "--out", str(tmp_path / "out")])

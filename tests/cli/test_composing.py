@@ -226,9 +226,7 @@ def test_the_template_most_projects_begin_with_composes(tmp_path: Path, monkeypa
         ("hydra.run.dir=there", "there"),
     ],
 )
-def test_hydras_output_folder_is_that_of_the_run(
-    given: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hydras_folder_is_the_runs(given: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(composing.time, "strftime", lambda _: "TIME")
     config = checked(write(tmp_path, PLAIN + "out: ${hydra:runtime.output_dir}\njob: ${hydra:job.name}\n"), given)

@@ -140,8 +140,6 @@ def test_every_mode_has_its_line_on_every_device() -> None:
         (OLD_CPU, "fp8-mixed", "runs, for checking and not for speed"),
     ],
 )
-def test_a_mode_runs_is_emulated_or_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: Device, mode: str, says: str
-) -> None:
+def test_a_mode_runs_or_is_refused(monkeypatch: pytest.MonkeyPatch, device: Device, mode: str, says: str) -> None:
     monkeypatch.setattr(devices, "describe", lambda _: device)
     assert collect()["devices"][-1]["modes"][mode] == says

@@ -49,7 +49,7 @@ def cli(path: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, run: bool =
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_a_misspelt_key_is_named(
+def test_a_typo_is_named(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, key = STOCK[name]
@@ -71,9 +71,7 @@ def test_the_plan_by_its_short_name(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert plan.precision == "16-mixed"
 
 
-def test_a_file_is_fitted_under_its_plan_and_callbacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_folder: None
-) -> None:
+def test_a_file_is_fitted_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_folder: None) -> None:
     scaling = "{init_scale: 64, growth_interval: 2}"
     path = write(tmp_path, FIT.format(scaling=scaling, folder=tmp_path / "run"))
     fitted = cli(path, monkeypatch, run=True)

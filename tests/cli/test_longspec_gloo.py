@@ -14,16 +14,10 @@ from support.training import losses
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-
 SHORT = (
-    "trainer.max_steps=6",
-    f"data.text={argparse.__file__}",
-    "data.val_batches=2",
-    "trainer.num_sanity_val_steps=0",
-    "trainer.enable_checkpointing=false",
-    "trainer.enable_progress_bar=false",
-    "trainer.enable_model_summary=false",
-)
+    "trainer.max_steps=6", f"data.text={argparse.__file__}", "data.val_batches=2", "trainer.num_sanity_val_steps=0",
+    "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false",
+)  # fmt: skip
 
 
 def experiment(folder: Path) -> int:

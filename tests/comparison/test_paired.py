@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_mp import PrecisionPolicy
-from lightning_mp.comparison.results import (
-    Comparison,
-    PlanResult,
-    RunResult,
-    compare_losses,
-    conclusion,
-    write,
-)
+from lightning_mp.comparison.results import Comparison, PlanResult, RunResult, compare_losses, conclusion, write
 from record.report.browser import Shown, chromium
 
 THREE = (2.0, 3.0, 4.0)

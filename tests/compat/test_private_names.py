@@ -35,8 +35,6 @@ UNDOCUMENTED = {
 DISTRIBUTIONS = {"deepspeed": "deepspeed", "lightning": "lightning", "torch": "torch", "torchao": "torchao"}
 #: parts of torch, and transformers' models, that are large and have nothing that is used here
 LEFT_OUT = ("_inductor", "testing", "include", "onnx", "_dynamo", "_refs", "sparse", "ao", "models")
-
-
 #: a blank for every byte that is in no name; a regular expression would take five times as long
 BETWEEN = bytes(byte if chr(byte) == "_" or (chr(byte).isalnum() and byte < 128) else 32 for byte in range(256))
 

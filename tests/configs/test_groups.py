@@ -16,7 +16,6 @@ from lightning_mp.policy.precision_policy import PRESETS, preset
 from lightning_mp.strategies.registry import STRATEGIES
 
 CONFIGS = Path(lightning_mp.configs.__file__).parent
-
 PROJECT = """\
 defaults:
   - plan: fp32

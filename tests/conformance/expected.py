@@ -83,20 +83,12 @@ def halved_scales(steps: int, bad: int) -> list[float]:
 #: copy of its partition, and gathers its gradients in fp32; with offload stage 3 accumulates on the device, and steps a
 #: copy on the CPU
 FORMULAS = {
-    "single": "S, S, 2S",
-    "ddp": "S, S, 2S",
-    "ddp@pytorch_lightning": "S, S, 2S",
-    "fsdp2": "S/N, S/N, 2S/N",
-    "hsdp": "S, S, 2S (one shard)",
-    "fsdp1": "S/N, S/N, 2S/N",
-    "fsdp2_offload": "S/N, S/N, 2S/N",
-    "pipeline": "S/N, S/N, 2S/N (stages of equal size)",
-    "deepspeed_zero1": "S + S/N, 4P/N, 2S/N",
-    "deepspeed_zero2": "S + S/N, 4P/N, 2S/N",
-    "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",
-    "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N",
-    "deepspeed_zero3_offload": "S/N + S/N, 4P/N + 4P/N, 2S/N",
-}
+    "single": "S, S, 2S", "ddp": "S, S, 2S", "ddp@pytorch_lightning": "S, S, 2S", "fsdp2": "S/N, S/N, 2S/N",
+    "hsdp": "S, S, 2S (one shard)", "fsdp1": "S/N, S/N, 2S/N", "fsdp2_offload": "S/N, S/N, 2S/N",
+    "pipeline": "S/N, S/N, 2S/N (stages of equal size)", "deepspeed_zero1": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero2": "S + S/N, 4P/N, 2S/N", "deepspeed_zero2_offload": "S + S/N, 4P/N, 2S/N",
+    "deepspeed_zero3": "S/N + S/N, 4P/N, 2S/N", "deepspeed_zero3_offload": "S/N + S/N, 4P/N + 4P/N, 2S/N",
+}  # fmt: skip
 
 
 def by_formula(strategy: str, **sizes: float) -> list[float]:

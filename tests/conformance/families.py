@@ -122,16 +122,9 @@ def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 _SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 48,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _UNUSED = {"find_unused_parameters": True}
 _GROUPED = {"num_key_value_heads": 2}
 _SERIAL = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 48, "n_ctx": 48}
@@ -141,28 +134,15 @@ _STAGES = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labe
 _RESIDUAL = {"embedding_size": 8, "layer_type": "basic"}
 _STATES = {"state_size": 8, "time_step_rank": 4, "use_mambapy": False}
 _SPEECH = {
-    "conv_dim": (16, 16),
-    "conv_stride": (5, 4),
-    "conv_kernel": (10, 8),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-    "layerdrop": 0.0,
-    "ctc_loss_reduction": "mean",
-    "ctc_zero_infinity": True,
-}
+    "conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "apply_spec_augment": False, "layerdrop": 0.0,
+    "ctc_loss_reduction": "mean", "ctc_zero_infinity": True,
+}  # fmt: skip
 _ENCODER_DECODER = {
-    "d_model": WIDTH,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "decoder_start_token_id": 2,
+    "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
-}
+}  # fmt: skip
 
 
 def _hf(

@@ -20,7 +20,6 @@ REDUCTIONS = ("allreduce", "all_reduce", "reduce_scatter", "reduce_")
 LEAST_GRADIENT = 16
 #: dtypes are watched in the first steps only: watching is slow
 WATCHED_STEPS = 2
-
 Parts = dict[str, tuple[int, float]]
 Names = dict[str, set[str]]
 

@@ -18,7 +18,6 @@ from conformance.strategies import STRATEGIES
 PACKAGES = ("torch", "lightning", "deepspeed", "transformers", "peft", "torchao")
 DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 PARTS = ("parameters", "gradients", "optimizer")
-
 HEADER = """# Conformance
 
 `make conformance` wrote these tables: what every policy declares, optimizers and models that people use, under every
@@ -47,7 +46,6 @@ without a plan; beside two ranks it takes each batch in the two parts that they 
 **`refused`** means that it raised, with the reason below, before the first optimizer step. **`DIFFERS`** and
 **`FAILED`** are faults: it ran and was not the same, or it ended in another exception.
 """
-
 TOLD = {
     "plan": """
 A two-layer Llama of {numbers} parameters from its configuration and fused AdamW. `+pins` keeps the norms in fp32
@@ -193,7 +191,6 @@ def _observed(verdicts: dict[str, Verdict]) -> Iterable[list[str]]:
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FULL = DOCS / "reference" / "conformance.md", DOCS / "conformance.txt"
-
 _SUMMARY = """# Conformance
 
 `make conformance` wrote this page. It trains every mode, with and without pins and activation checkpointing, under

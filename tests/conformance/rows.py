@@ -191,7 +191,6 @@ COMPILED_ROWS = {
     if not (mode == "fp8-mixed" and pins == "all") and not (backend == "inductor" and watched and mode != "fp8-mixed")
 }
 ROWS: dict[str, Row | FamilyRow | CompiledRow] = {**PLAN, **OPTIMIZERS, **FAMILY_ROWS, **COMPILED_ROWS}
-
 #: table → its rows, its columns
 _HOSTS = tuple(strategy for strategy in STRATEGIES if "@" not in strategy and strategy != "pipeline")
 TABLES = {
@@ -200,8 +199,6 @@ TABLES = {
     "optimizers": (tuple(OPTIMIZERS), _HOSTS),
     "compiled": (tuple(COMPILED_ROWS), ("single", "ddp", "fsdp2")),
 }
-
-
 Key = tuple[str, str]
 Pair = tuple[tuple[str, object], ...]
 

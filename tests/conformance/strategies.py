@@ -11,20 +11,9 @@ from lightning_mp import make_strategy
 from lightning_mp.compat.lightning import host as used
 
 STRATEGIES = (
-    "single",
-    "ddp",
-    "ddp@pytorch_lightning",
-    "fsdp2",
-    "hsdp",
-    "fsdp1",
-    "deepspeed_zero1",
-    "deepspeed_zero2",
-    "deepspeed_zero3",
-    "fsdp2_offload",
-    "deepspeed_zero2_offload",
-    "deepspeed_zero3_offload",
-    "pipeline",
-)
+    "single", "ddp", "ddp@pytorch_lightning", "fsdp2", "hsdp", "fsdp1", "deepspeed_zero1", "deepspeed_zero2",
+    "deepspeed_zero3", "fsdp2_offload", "deepspeed_zero2_offload", "deepspeed_zero3_offload", "pipeline",
+)  # fmt: skip
 MICROBATCHES = 2
 #: a rank that waits longer for the other has lost it
 TIMEOUT = timedelta(seconds=60)

@@ -31,17 +31,12 @@ def test_every_cell_ends_as_expected(strategy: str, references: matrix.Reference
 
 #: cells that were something else once, by what is special about them
 OTHERS = [
-    ("single", "llama + lora: bf16-mixed+ckpt", SAME),
-    ("fsdp1", "16-mixed", SAME),
-    ("fsdp1_offload", "adamw 16-mixed", SAME),
-    ("deepspeed_zero1_offload", "adamw 16-mixed", SAME),
-    ("fsdp2", "muon 16-mixed", SAME),
-    ("fsdp2", "sam bf16-mixed", REFUSED),
-    ("deepspeed_zero2", "mamba: bf16-mixed", SAME),
-    ("ddp", "fp8 weights + lora: bf16-mixed", SAME),
-    ("fsdp2", "adamw_8bit 16-mixed", SAME),
-    ("deepspeed_zero2", "adamw_8bit 16-mixed", REFUSED),
-]
+    ("single", "llama + lora: bf16-mixed+ckpt", SAME), ("fsdp1", "16-mixed", SAME),
+    ("fsdp1_offload", "adamw 16-mixed", SAME), ("deepspeed_zero1_offload", "adamw 16-mixed", SAME),
+    ("fsdp2", "muon 16-mixed", SAME), ("fsdp2", "sam bf16-mixed", REFUSED),
+    ("deepspeed_zero2", "mamba: bf16-mixed", SAME), ("ddp", "fp8 weights + lora: bf16-mixed", SAME),
+    ("fsdp2", "adamw_8bit 16-mixed", SAME), ("deepspeed_zero2", "adamw_8bit 16-mixed", REFUSED),
+]  # fmt: skip
 
 
 @pytest.mark.slow

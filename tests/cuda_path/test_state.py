@@ -34,8 +34,6 @@ RUNS = {
     "fsdp2": Fit(strategy="fsdp2", ranks=8, plan={"tf32": True}),
     "fsdp1": Fit(strategy="fsdp1", ranks=8),
 }
-
-
 OFTEN = ("tf32", "bf16-mixed, pins, checkpointing", "fsdp2")
 
 
@@ -88,7 +86,7 @@ class Left:
         return {**_state(), "drawn": drawn}
 
 
-@pytest.mark.parametrize(("name", "fails"), _cells())
+@pytest.mark.parametrize(("name", "fails"), [*_cells()])
 def test_the_process_is_as_one_that_ran_nothing(name: str, fails: bool, cuda: Processes) -> None:
     fit = replace(RUNS[name], fails=fails)
     before, after = (cuda.run(case, Machine(count=fit.ranks)) for case in (Left(), Left(fit)))

@@ -43,7 +43,6 @@ WAITS: dict[str, dict[str, int]] = {
     "units of FSDP1": {"event.synchronize torch/distributed/fsdp/_runtime_utils.py:_unshard": 1},
     "a batch on more ranks than one": {f"copy to device {SIGTERM}": 1, f"read {SIGTERM}": 1},
 }
-
 MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed")
 CLIPS = (None, "norm", "value")
 WRAP = {"wrap": "Block"}

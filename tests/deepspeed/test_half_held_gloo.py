@@ -153,9 +153,7 @@ def earlier(folder: Path) -> list[Any]:
     return [fp32, resumed, run(ckpt_path=folder / "6.ckpt")]
 
 
-def test_a_checkpoint_of_fp32_weights_goes_on_with_half_ones_and_masters_are_saved(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_fp32_weights_goes_on_with_half_ones_masters_are_saved(ranks: Ranks, tmp_path: Path) -> None:
     for fp32, resumed, again in ranks.call(earlier, tmp_path):
         assert same_weights(resumed, fp32)
         assert same_weights(again, fp32)

@@ -80,9 +80,7 @@ def test_a_contradiction_with_the_plan_is_found_when_the_strategy_is_made(tmp_pa
             make_strategy("deepspeed_zero2", _plan(), config=config)
 
 
-def test_the_file_that_lightnings_variable_names_is_checked_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_lightnings_variable_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"fp16": {"enabled": False}, "steps_per_print": 7}), encoding="utf-8")
     monkeypatch.setenv(DeepSpeedStrategy.DEEPSPEED_ENV_VAR, str(path))

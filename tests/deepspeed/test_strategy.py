@@ -128,7 +128,6 @@ def test_checkpoints_of_earlier_versions_of_a_module_load() -> None:
 
 
 host = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
-
 RULE = LossScaling.deepspeed(initial_scale_power=4, loss_scale_window=2, hysteresis=2, at_min="hold")
 
 

@@ -23,7 +23,6 @@ from support.sharded import HOSTS, RATE, Both, Ranked, on, refused, trained
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
-
 BAD = 2
 Small = partial(Ranked, optimizer="adamw")
 OVERFLOWS = partial(Small, bad=(BAD,))

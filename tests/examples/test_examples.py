@@ -143,8 +143,6 @@ CLAIMS = {
         {r"loss after 40 steps: ([\d.]+); weights (\S+) apart": lambda loss, apart: loss < BYTES - 1.5 and apart == 0}
     ),
 }
-
-
 #: of these the rooms' own tests have smaller runs, and the pages of the documentation
 LONG = ("03", "05", "06", "07", "08", "10")
 
@@ -152,9 +150,7 @@ LONG = ("03", "05", "06", "07", "08", "10")
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a CPU that emulates bf16 fine-tunes the sentence encoder for minutes
 @pytest.mark.parametrize("number", [pytest.param(name, marks=WHOLE if name in LONG else []) for name in CLAIMS])
-def test_an_example_runs_without_a_warning_and_what_it_says_holds(
-    number: str, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_an_example_runs_and_what_it_says_holds(number: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     claim = CLAIMS[number]
     output = run(number, tmp_path, *claim.arguments)
     known = [line.split(":")[1] for line in pytestconfig.getini("filterwarnings") if line.startswith("ignore:")]

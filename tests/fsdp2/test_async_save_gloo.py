@@ -63,9 +63,7 @@ def fit_and_save(folder: str, later: bool = True, kill_at: int | None = None, wa
 
 
 @pytest.mark.parametrize("protocol", ["", "shelf://"])
-def test_what_is_written_is_what_the_weights_were_when_it_was_saved(
-    ranks: Ranks, tmp_path: Path, protocol: str
-) -> None:
+def test_what_is_written_is_what_weights_were_when_it_was_saved(ranks: Ranks, tmp_path: Path, protocol: str) -> None:
     after = ranks.call(fit_and_save, f"{protocol}{tmp_path}")[0]
     assert [one.name for one in tmp_path.iterdir()] == ["step=4.ckpt"]
     content = read_full(tmp_path / "step=4.ckpt", weights_only=False)

@@ -206,10 +206,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "meta": lambda: _fitted(Late(Bare, at_once=True, gain=True), fsdp2(), pins={"Lineal": "fp32"}),
     "second storage": _stored_twice,
 }
-
-
 pytestmark = pytest.mark.gloo
-
 PINNED = {"pins": {"LayerNorm": "fp32"}}
 CLIP = {"gradient_clip_val": 0.5}
 WAYS: dict[str, Both] = {

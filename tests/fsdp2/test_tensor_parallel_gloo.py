@@ -161,10 +161,7 @@ WAYS: dict[str, Callable[[], Any]] = {
     "norm": lambda: _fitted(Mlp(), tensor_parallel=2, tp_plan={"norm": "colwise"}),
     "ties": lambda: _fitted(Language("tied llama"), wrap=None, tensor_parallel=2, tp_plan=_WHOLE_HEAD),
 }
-
-
 pytestmark = pytest.mark.gloo
-
 TP = {"tensor_parallel": 2}
 PINNED, CLIP = {"pins": PINS}, {"gradient_clip_val": 0.5}
 WINDOWS = {"checkpointing": "LlamaDecoderLayer", "accumulate_grad_batches": 2}

@@ -16,7 +16,6 @@ from support.running import fit
 from support.sharded import RATE, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 STEPS = 8
 FORMS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,6 @@ from support.saving import ResumableBatches, SaveAt
 from support.traces import Trace, equal_states
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 #: mode -> parameters stored, matrix products
 TABLE = {

@@ -17,7 +17,6 @@ from support.oracles import MODES, plan_for
 
 _ampere = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _ampere, reason="needs a CUDA device with TF32")]
-
 OWNERS: dict[str, Any] = {
     "plan": lambda setting: {"plugins": [MixedPrecisionPlan("32-true", tf32=setting)]},
     "callback": lambda setting: {"callbacks": [EnableTF32(setting)]},

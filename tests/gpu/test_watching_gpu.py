@@ -19,7 +19,6 @@ from support.nonfinite import Breaks
 from support.oracles import MODES, plan_for, stock_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 ADAMW = partial(AdamW, lr=health.LR, eps=1e-4, fused=True)
 NEAR = {"32-true": 1e-4, "bf16-mixed": 5e-2, "16-mixed": 1e-2, "bf16-true": 0.2, "16-true": 5e-2}
 

@@ -87,12 +87,8 @@ def test_deepspeeds_own_scaler(trace: list[bool]) -> None:
 
 
 ROWS, IN, HIDDEN, OUT = 4, 8, 16, 6
-
-
 #: a product's FLOPs: two a multiplication and addition
 FIRST, SECOND = 2 * ROWS * IN * HIDDEN, 2 * ROWS * HIDDEN * OUT
-
-
 HEADS, SEQUENCE, DIM = 2, 16, 8
 
 

@@ -169,9 +169,7 @@ def test_every_logger_gets_every_reading_once(beside: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_numbers_that_arrive_late_say_the_same_of_the_same_steps(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_arrive_late_say_the_same(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that is behind: the same rows, events and logged steps, in files and loggers."""
 
     class Event:

@@ -131,9 +131,7 @@ def test_a_guard_beside_it_tells_these_itself(tmp_path: Path) -> None:
     assert mine.rows[-1][metric_names.SKIPPED_STEPS] == 1
 
 
-def test_an_event_is_in_the_file_the_logger_the_console_and_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_event_is_in_file_logger_console_and_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = CSVLogger(tmp_path)
     mine = watched(tmp_path, Faulty("spike", SPIKE_AT), logger=logger)
     (said,) = [record for record in caplog.records if record.name == "lightning_mp"]

@@ -107,9 +107,7 @@ def with_tanh_at_the_end() -> list[nn.Module]:
     ],
     ids=repr_of,
 )
-def test_exactly_so_many_products_are_recomputed(
-    after: Callable[[], list[nn.Module]], options: dict[str, Any], recomputed: int
-) -> None:
+def test_so_many_are_recomputed(after: Callable[[], list[nn.Module]], options: dict[str, Any], recomputed: int) -> None:
     root = Net(after=after)
     assert flops(root) == (FORWARD + BACKWARD) * PRODUCT
     checkpoint(root, **options)

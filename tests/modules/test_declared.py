@@ -20,7 +20,6 @@ from support.running import fit
 from support.saving import SaveAt
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
 FP32, RATE = torch.float32, 0.1
 HALF = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 #: what a part of the names of the fp32 parameters is, by model and mode
@@ -95,7 +94,7 @@ def test_a_pin_of_the_users_overrides_the_models_own() -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype", "part"), [("t5", "fp16", ".wo."), ("ernie", "bf16", ".mlp.gate.")])
-def test_a_file_of_half_precision_keeps_it_in_fp32_and_transformers_loads_it(
+def test_a_half_file_keeps_it_in_fp32_and_transformers_loads_it(
     kind: str, dtype: str, part: str, tmp_path: Path
 ) -> None:
     module, folder = Language(kind), tmp_path / "model"

@@ -135,10 +135,7 @@ PAST_ITS_PIN: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
     "a layer of one's own": (lambda self, x: x @ self.inner.weight, Shared),
     "a convolution": (lambda self, x: F.conv1d(x[..., None], self.inner.weight), lambda: nn.Conv1d(WIDTH, WIDTH, 1)),
     "a bias": (lambda self, x: F.linear(x, self.head.weight, self.inner.bias), linear),
-    "beside another's": (
-        lambda self, x: F.linear(x, torch.cat([self.head.weight, self.inner.weight])),
-        linear,
-    ),
+    "beside another's": (lambda self, x: F.linear(x, torch.cat([self.head.weight, self.inner.weight])), linear),
     "a list": (lambda self, x: x @ self.inner[0], lambda: nn.ParameterList([torch.eye(WIDTH)])),
     "called as well": (lambda self, x: F.linear(self.inner(x), self.inner.weight), linear),
     "on the left": (lambda self, x: torch.mm(self.inner.weight, x.t()), linear),

@@ -62,18 +62,9 @@ def selected(root: nn.Module, rule: FP8, **pinned: str) -> dict[str, str | None]
 
 CONVERTED = {f"blocks.{index}.{name}": None for index in "01" for name in ("up", "down")}
 LEFT = {
-    "odd": "shape",
-    "odd_too": "shape",
-    "tied": "tied",
-    "frozen": "frozen",
-    "attention.out_proj": "kind",
-    "pinned": "pinned",
-    "lm_head": "skip",
-    "lazy": "kind",
-    "patched": "kind",
-    "own": "kind",
-    "conv1d": "kind",
-}
+    "odd": "shape", "odd_too": "shape", "tied": "tied", "frozen": "frozen", "attention.out_proj": "kind",
+    "pinned": "pinned", "lm_head": "skip", "lazy": "kind", "patched": "kind", "own": "kind", "conv1d": "kind",
+}  # fmt: skip
 
 
 def test_every_layer_stands_once_with_its_reason() -> None:

@@ -65,9 +65,7 @@ MLP = (".mlp", ".mlp.0", ".mlp.1")
     ],
     ids=str,
 )
-def test_a_pin_covers_what_it_matches_and_what_is_below_and_the_first_wins(
-    spec: Declared, expected: dict[str, str]
-) -> None:
+def test_a_pin_covers_what_it_matches_and_below_and_the_first_wins(spec: Declared, expected: dict[str, str]) -> None:
     assert dtypes_by_name(Blocks(), spec) == expected
 
 
@@ -278,7 +276,7 @@ class Residual(nn.Module):
     [("bf16-true", "fp32", BF16), ("16-true", "fp32", FP16), ("bf16-mixed", "fp32", BF16), ("bf16-true", "fp16", BF16)],
 )
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_pin_on_a_container_that_is_never_called_covers_what_is_in_it(
+def test_a_pin_on_a_container_covers_what_is_in_it(
     mode: str, dtype: str, head: torch.dtype, checkpointed: bool
 ) -> None:
     root = pin(Iterates(), {"layers": dtype, "nested": dtype}, mode=mode)
@@ -329,9 +327,7 @@ def test_what_is_pinned_to_the_other_half_format_can_be_concatenated(pinned: str
     ("lowest", "mask_dtype"), [(torch.finfo(FP32).min, FP32), (-1e9, FP32), (torch.finfo(BF16).min, BF16)], ids=str
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_mask_stays_finite_at_the_border_and_inf_stays_inf(
-    lowest: float, dtype: str, mask_dtype: torch.dtype
-) -> None:
+def test_a_mask_stays_finite_at_the_border_inf_stays_inf(lowest: float, dtype: str, mask_dtype: torch.dtype) -> None:
     class Takes(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             self.mask = mask
@@ -388,9 +384,7 @@ MOVES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-true"])
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_no_move_changes_a_bit_of_a_pinned_weight_or_its_gradient(
-    move: Callable[[nn.Module], object], mode: str
-) -> None:
+def test_no_move_changes_a_bit_of_a_pinned_weight_or_gradient(move: Callable[[nn.Module], object], mode: str) -> None:
     """Complaint 4: HalfPrecision's own ``.to``, Fabric's, or a user's must not take a pin's dtype."""
     root = pin(Net(), {"norm": "bf16", "head": "fp32"}, mode=mode)
     root(X.to(root.body.weight.dtype)).sum().backward()

@@ -17,21 +17,13 @@ from lightning_mp.numerics.dtypes import cast_, cast_floating, castable, floatin
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 Point = namedtuple("Point", "x y")
 X, IDS = torch.ones(2), torch.arange(2)
-
-
 NESTED: dict[str, Any] = {
-    "tensor": X,
-    "tuple": (X, IDS),
-    "list": [X, [IDS, X]],
-    "namedtuple": Point(X, 3),
-    "dict": {"a": X, "b": {"c": (X, None)}},
-    "OrderedDict": OrderedDict(a=X, b=IDS),
+    "tensor": X, "tuple": (X, IDS), "list": [X, [IDS, X]], "namedtuple": Point(X, 3),
+    "dict": {"a": X, "b": {"c": (X, None)}}, "OrderedDict": OrderedDict(a=X, b=IDS),
     "defaultdict": defaultdict(list, a=X, b=IDS),
-    "ModelOutput": CausalLMOutput(loss=X, logits=X, hidden_states=(X, X)),
-    "PackedSequence": pack_sequence([X]),
-    "return type": torch.stack((X, X)).max(0),
-    "read-only mapping": MappingProxyType({"a": X}),
-}
+    "ModelOutput": CausalLMOutput(loss=X, logits=X, hidden_states=(X, X)), "PackedSequence": pack_sequence([X]),
+    "return type": torch.stack((X, X)).max(0), "read-only mapping": MappingProxyType({"a": X}),
+}  # fmt: skip
 
 
 def leaves(data: Any) -> list[Any]:

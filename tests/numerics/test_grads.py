@@ -14,7 +14,6 @@ from support.loops import INF, net
 from support.models import same_weights, weights
 
 pytestmark = pytest.mark.older_cpu
-
 NAN = float("nan")
 
 

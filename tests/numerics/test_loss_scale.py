@@ -33,7 +33,6 @@ def run(config: LossScaling, trace: str | list[bool], device: str | None = None)
 
 THREE_QUARTERS = 3 * 2.0**126  # of fp32's range
 LARGEST = 2.0**127  # the largest power of two in fp32
-
 TABLE: list[tuple[str, LossScaling, str, list[float]]] = [
     ("grows after growth_interval", LossScaling(init_scale=8, growth_interval=2), "....", [8, 16, 16, 32]),
     ("an overflow backs off at once", LossScaling(init_scale=8), "!.!", [4, 4, 2]),
@@ -84,7 +83,7 @@ def test_the_scale_follows_the_rule(config: LossScaling, trace: str, expected: l
     ids=["at the floor", "not while hysteresis is left", "a static scale is its own floor", "no floor"],
 )
 @pytest.mark.parametrize("device", [None, "cpu"], ids=["numbers", "tensors"])
-def test_an_overflow_that_cannot_lower_the_scale_is_told(
+def test_an_overflow_at_the_floor_is_told(
     config: LossScaling, trace: str, flags: list[bool], device: str | None
 ) -> None:
     assert [numbers(state)[3] for state in run(config, trace, device)] == flags

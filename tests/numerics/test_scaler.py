@@ -54,7 +54,7 @@ def test_the_scaler_follows_the_pure_rule(config: LossScaling, trace: list[bool]
 
 @quick
 @given(config=scalings(), trace=traces.filter(bool), split=st.integers(0, 100))
-def test_a_resumed_scaler_continues_as_if_nothing_had_happened(
+def test_a_resumed_scaler_goes_on_as_if_nothing_had_happened(
     config: LossScaling, trace: list[bool], split: int
 ) -> None:
     parameter = nn.Parameter(torch.zeros(1))

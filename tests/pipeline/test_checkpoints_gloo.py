@@ -12,18 +12,12 @@ from support.pipeline import Fit, OnMeta, Staged, Under
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
-
 FIRST = Fit("16-mixed", scale=64.0, steps=2)
 TWO_EPOCHS = (("max_epochs", 2),)
 
 
 def _saved(folder: Path) -> Fit:
     return replace(FIRST, save=str(folder / "two.ckpt"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("saved")
 
 
 def test_it_is_the_file_of_one_process_and_resumes_as_it_does(folder: Path, ranks: Ranks) -> None:

@@ -14,7 +14,6 @@ from support.ranks import Ranks
 from support.running import trainer
 
 pytestmark = pytest.mark.gloo
-
 PINS = ("pins", {"*norm*": "fp32", "lm_head": "fp32"})
 ALONE = ((1, "blocks.0.up.weight"), (2, "head.bias"))
 
@@ -79,7 +78,6 @@ class Norms(Staged):
 
 BY_VALUE = (("gradient_clip_algorithm", "value"),)
 EPOCHS = (("max_epochs", 3),)
-
 FITS = {
     "1f1b": Fit(),
     "a frozen first stage, clipped by value": Fit(
@@ -103,8 +101,6 @@ SLOW = {
     "16-true": Fit("16-true", scale=64.0),
     "two kinds of attention": Fit(module=Qwen3, steps=2),
 }
-
-
 SHARD = (("shard", True),)
 #: after the third batch, of windows of two
 INSIDE = (("val_check_interval", 3),)

@@ -18,7 +18,6 @@ from support.ranks import Ranks
 from support.running import trainer
 
 pytestmark = pytest.mark.gloo
-
 PRECISION = "bf16-mixed"
 
 

@@ -13,7 +13,6 @@ from support.oracles import MODES, plan_for
 from support.traces import gradients, traced
 
 pytestmark = pytest.mark.older_cpu
-
 CLIP = {"norm": 0.5, "value": 0.02}
 every_mode = pytest.mark.parametrize("mode", MODES)
 fused = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -23,7 +23,6 @@ from support.running import trainer as quiet_trainer
 from support.sharded import ddp, on, rank, under
 
 pytestmark = pytest.mark.gloo
-
 BF16_LEAST, FP16_LEAST = 2.0**-133, 2.0**-24  # half of either is zero in its own dtype
 
 

@@ -24,9 +24,7 @@ from support.traces import lightning_says
 
 # peft's and torchao's, about merging adapters
 pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated:UserWarning")
-
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
 COMPUTED = {"32-true": FP32, "bf16-mixed": BF16, "16-mixed": FP16, "bf16-true": BF16, "16-true": FP16}
 every_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -83,9 +81,7 @@ class Buffered(Regression):
         ("16-true", "fp32", FP32),
     ],
 )
-def test_floating_buffers_follow_the_parameters_or_buffer_dtype(
-    mode: str, buffer_dtype: str | None, expected: torch.dtype
-) -> None:
+def test_buffers_follow_weights_or_buffer_dtype(mode: str, buffer_dtype: str | None, expected: torch.dtype) -> None:
     module = Buffered()
     plan = plan_for(mode, buffer_dtype=buffer_dtype)
     trainer(plugins=[plan]).validate(module, batches(), verbose=False)
@@ -95,9 +91,7 @@ def test_floating_buffers_follow_the_parameters_or_buffer_dtype(
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("16-true", False), ("16-mixed", True)])
-def test_16_true_divides_small_gradients_in_fp16_and_says_so(
-    mode: str, kept: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_16_true_divides_gradients_in_fp16_and_says_so(mode: str, kept: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Under 2**-14 they lose bits, under 2**-25 they are 0, however large the scale was in the backward pass."""
     true = torch.tensor([1.2345e-3, 1.2345e-6, 2e-8])
 

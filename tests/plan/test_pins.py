@@ -19,7 +19,6 @@ from support.running import fit, trainer
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's tracing asks
-
 FP32 = torch.float32
 lenient = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4, fused=True)
 

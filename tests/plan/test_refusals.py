@@ -195,7 +195,7 @@ STOCK = {
 
 
 @pytest.mark.parametrize(("kind", "options", "instead"), STOCK.values(), ids=STOCK)
-def test_a_stock_sharded_strategy_is_refused_with_the_name_of_the_one_that_does_it(
+def test_a_stock_sharded_strategy_is_refused_with_the_one_that_does(
     kind: Any, options: dict[str, Any], instead: str
 ) -> None:
     (fault,) = _faults(kind, options)

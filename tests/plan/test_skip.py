@@ -18,7 +18,6 @@ from support.running import fit
 from support.traces import equal_states, traced
 
 pytestmark = pytest.mark.older_cpu
-
 OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(AdamW, lr=1e-2, eps=1e-4),
     "adamw-fused": partial(AdamW, lr=1e-2, eps=1e-4, fused=True),
@@ -30,7 +29,6 @@ OPTIMIZERS: dict[str, Any] = {
 STEPS = 8
 every_mode = pytest.mark.parametrize("mode", MODES)
 static = LossScaling.static(256.0)  # the same scale with and without the bad step, so that fp16 rounds the same
-
 #: torch's fused SGD (2.13, CPU) does not train half parameters at all, and is left out of the true modes
 REPEATABLE = [
     *(("16-mixed", optimizer) for optimizer in OPTIMIZERS),

@@ -37,7 +37,7 @@ SEVEN = ModelShape.of_size(7e9, seq_len=4096)
         (405e9, "h100-80", 512, "bf16-mixed", "fsdp2", 4),
     ],
 )
-def test_the_best_choice_and_all_that_fit(
+def test_the_best_and_all_that_fit(
     params: float, gpu: str, gpus: int, precision: str, strategy: str, tensor: int
 ) -> None:
     found = advise(ModelShape.of_size(params), gpu=gpu, gpus=gpus)

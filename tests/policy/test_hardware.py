@@ -13,28 +13,19 @@ def gpu(name: str, capability: tuple[int, int], bf16: str = "native", gib: int =
 
 
 DEVICES = {
-    "K80": gpu("K80", (3, 7), "none", 12),
-    "GTX 980": gpu("GTX 980", (5, 2), "none", 4),
-    "P100": gpu("P100", (6, 0), "emulated", 16),
-    "V100": gpu("V100", (7, 0), "emulated", 32),
-    "T4": gpu("T4", (7, 5), "emulated", 16),
-    "A100": gpu("A100", (8, 0)),
-    "H100": gpu("H100", (9, 0)),
-    "H200": gpu("H200", (9, 0), gib=141),
-    "B200": gpu("B200", (10, 0), gib=192),
+    "K80": gpu("K80", (3, 7), "none", 12), "GTX 980": gpu("GTX 980", (5, 2), "none", 4),
+    "P100": gpu("P100", (6, 0), "emulated", 16), "V100": gpu("V100", (7, 0), "emulated", 32),
+    "T4": gpu("T4", (7, 5), "emulated", 16), "A100": gpu("A100", (8, 0)), "H100": gpu("H100", (9, 0)),
+    "H200": gpu("H200", (9, 0), gib=141), "B200": gpu("B200", (10, 0), gib=192),
     "MI250X": Device("cuda", "AMD Instinct MI250X", (9, 0), rocm=True),
     "RX 7900": Device("cuda", "AMD Radeon RX 7900 XTX", (11, 0), rocm=True),
-    "MI300X": Device("cuda", "AMD Instinct MI300X", (9, 4), rocm=True),
-    "new Mac": Device("mps", "Apple GPU"),
-    "old Mac": Device("mps", "Apple GPU", bf16="none"),
-    "CPU": Device("cpu", "CPU"),
-    "old CPU": Device("cpu", "CPU", bf16="emulated"),
-    "TPU": Device("xla", "TPU"),
+    "MI300X": Device("cuda", "AMD Instinct MI300X", (9, 4), rocm=True), "new Mac": Device("mps", "Apple GPU"),
+    "old Mac": Device("mps", "Apple GPU", bf16="none"), "CPU": Device("cpu", "CPU"),
+    "old CPU": Device("cpu", "CPU", bf16="emulated"), "TPU": Device("xla", "TPU"),
     "meta": Device("meta", "meta", bf16="none"),
-}
+}  # fmt: skip
 MODES = [mode for mode in PRECISIONS if mode != "auto"]
 BF16, FP16, FP8 = {"bf16-mixed", "bf16-true"}, {"16-mixed", "16-true"}, {"fp8-mixed"}
-
 REFUSED = {
     "K80": BF16 | FP16 | FP8,
     "GTX 980": BF16 | FP16 | FP8,
@@ -113,9 +104,7 @@ def test_auto(name: str, parameters: int, precision: str, tf32: str | None) -> N
         (80_000_000, 2, "bf16-mixed"),  # 1.2 GiB: beyond it
     ],
 )
-def test_a_small_model_is_one_below_100m_that_fits_into_half_of_the_memory(
-    parameters: int, gib: int, precision: str
-) -> None:
+def test_a_small_model_is_below_100m_and_half_of_the_memory(parameters: int, gib: int, precision: str) -> None:
     assert choose(gpu("A100", (8, 0), gib=gib), parameters).precision == precision
 
 

@@ -120,7 +120,7 @@ class Hooked(Regression):
         ({"steps": 100}, 1, list(range(8))),
     ],
 )
-def test_hooks_stand_in_the_steps_looked_at_alone(
+def test_hooks_stand_in_its_steps_alone(
     options: dict[str, Any], accumulate: int, steps: list[int], tmp_path: Path
 ) -> None:
     module, callback = Hooked(), PrecisionAudit(run_dir=tmp_path, **options)

@@ -306,9 +306,7 @@ def _gradients(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("build", [hf.llama, hf.gpt2])
 @pytest.mark.parametrize(("reentrant", "input_gradients"), [(True, True), (True, False), (False, False)])
-def test_lora_is_found_to_train_nothing_exactly_where_it_does(
-    build: Any, reentrant: bool, input_gradients: bool
-) -> None:
+def test_lora_is_found_to_train_nothing_where_it_does(build: Any, reentrant: bool, input_gradients: bool) -> None:
     model = _lora(build, reentrant=reentrant, input_gradients=input_gradients)
     findings = found(model, "bf16-mixed")
     assert bool(findings) == (_gradients(model) == 0) == (reentrant and not input_gradients)

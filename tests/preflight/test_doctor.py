@@ -34,8 +34,6 @@ HEALTHY: dict[str, Callable[[], nn.Module]] = {
     "lstm": Tagger,
     "regression": Regression,
 }
-
-
 #: everything a true mode is told of a model that is well otherwise
 TRUE_MODES = {"no_fp32_masters", "norm_in_half"}
 
@@ -210,9 +208,7 @@ def test_a_healthy_run_ends_with_0(config: Path) -> None:
         (["plan=bf16-true"], 1, ["LMP001", "LMP010"]),
     ],
 )
-def test_the_status_is_that_of_the_most_severe(
-    config: Path, overrides: list[str], status: int, codes: list[str]
-) -> None:
+def test_the_status_is_of_the_most_severe(config: Path, overrides: list[str], status: int, codes: list[str]) -> None:
     result = _run(config, *overrides)
     assert result.exit_code == status, result.output
     assert all(code in result.stdout for code in codes)

@@ -72,9 +72,7 @@ def test_every_run_has_a_folder_of_its_own(in_folder: Path, logger: Callable[[],
     assert sorted(map(_losses, _folders(in_folder))) == [[0, 1], [0, 1, 2]]
 
 
-def test_what_is_not_a_local_folder_is_replaced_by_one_that_is_said(
-    in_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_local_folder_is_replaced_by_one_said(in_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = CSVLogger("memory://logs")
     fit(Regression(), callbacks=[Writes()], logger=logger, max_steps=2, default_root_dir=in_folder / "root")
     assert _folders(in_folder) == [in_folder / "root" / "lightning_mp_run"]
@@ -184,7 +182,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_its_cause(tmp_path: Path, na
         fit(Regression(), callbacks=[PrecisionAudit(run_dir=tmp_path / name)], max_steps=1)
 
 
-def test_a_folder_that_vanishes_is_warned_of_once_and_training_goes_on(
+def test_a_folder_that_vanishes_is_warned_of_once_and_it_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Removes(Callback):

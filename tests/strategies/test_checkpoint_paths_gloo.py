@@ -21,7 +21,6 @@ from support.saved import full_state
 from support.sharded import under
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-
 #: what writes one file, through the CheckpointIO
 ONE_FILE = {
     "ddp": {},

@@ -23,22 +23,16 @@ from support.sharded import RATE, WAIT, under
 from support.traces import lightning_says
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-
 #: how long a run is, the step it is saved at, and the steps that overflow: two before, one after
 STEPS, AT, OVERFLOWS = 12, 5, (1, 3, 6)
 #: all that a scale is made of moves within the run: hysteresis is spent at step 1 and missing at step 6
 RULE = LossScaling(init_scale=64.0, hysteresis=2, growth_interval=4)
-
 #: what writes: a name for ``make_strategy`` and its keywords
 WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", WAIT),
-    "fsdp2": ("fsdp2", WAIT),
-    "fsdp2 file": ("fsdp2", {**WAIT, "save_distributed_checkpoint": False}),
-    "fsdp1": ("fsdp1", WAIT),
-    "zero1": ("deepspeed_zero1", WAIT),
-    "zero2": ("deepspeed_zero2", WAIT),
-    "zero3": ("deepspeed_zero3", WAIT),
-}
+    "ddp": ("ddp", WAIT), "fsdp2": ("fsdp2", WAIT),
+    "fsdp2 file": ("fsdp2", {**WAIT, "save_distributed_checkpoint": False}), "fsdp1": ("fsdp1", WAIT),
+    "zero1": ("deepspeed_zero1", WAIT), "zero2": ("deepspeed_zero2", WAIT), "zero3": ("deepspeed_zero3", WAIT),
+}  # fmt: skip
 READERS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 #: a unit of its own beside the root's, in either model
 _WRAPPED = {"held": "model.first", "llama": "LlamaDecoderLayer"}
@@ -214,15 +208,8 @@ ONE = [
     *(("16-mixed", writer, "stock") for writer in ("auto", "fsdp2 file", "fsdp1")),
 ]
 WRITTEN = sorted({(case, writer) for case, writer, _ in (*TWO, *ONE)})
-
-
 #: readers of a file that lacks a weight, and the weight
 LOSERS, LOST = ("ddp", "fsdp2", "fsdp1", "zero2", "zero3"), "model.norm.bias"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("across")
 
 
 class Runs:

@@ -11,7 +11,6 @@ from support.features import FEATURE, OWN_WINDOWS, ran
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.gloo
-
 #: of a sum in another order, and of what steps make of it
 WITHIN = 1e-4
 IN_HOOKS = "before the step, with ZeRO, which has moved the gradients"
@@ -89,8 +88,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "deepspeed_zero2_half": ZERO_12,
 }
-
-
 MODES = ("32-true", "bf16-mixed", "16-mixed")
 WINDOWS = (1, 2)
 VARIANTS = [(mode, window) for window in WINDOWS for mode in MODES]
@@ -136,14 +133,7 @@ def alone_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("strategy", "name", "mode", "window"), [*cells(), *fsdp1()])
 def test_it_is_the_same_as_on_one_device_or_refused(
-    strategy: str,
-    name: str,
-    mode: str,
-    window: int,
-    ranks: Ranks,
-    one_device: Ranks,
-    alone_in: Path,
-    tmp_path: Path,
+    strategy: str, name: str, mode: str, window: int, ranks: Ranks, one_device: Ranks, alone_in: Path, tmp_path: Path
 ) -> None:
     (alone,) = one_device.call(ran, name, "single", str(alone_in / f"{name}-{mode}-{window}"), mode, window)
     refusal = REFUSED.get(strategy, FSDP1).get(name, alone.get("refused"))

@@ -17,7 +17,6 @@ from support.sharded import ddp
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.gloo
-
 BLOCK = {"wrap": "Block"}
 REPLICAS, IN_TWO = ({"device_mesh": mesh, **BLOCK} for mesh in ((2, 1), (1, 2)))
 SPLIT = {"tensor_parallel": 2, "tp_plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, **BLOCK}
@@ -57,9 +56,7 @@ def test_zero_1_and_2_change_no_bit(ranks: Ranks, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "options"), [("deepspeed_zero3", {}), ("fsdp2", SPLIT)])
-def test_zero_3_and_tensor_parallel_round_the_bf16_products_another_way(
-    ranks: Ranks, strategy: str, options: Any
-) -> None:
+def test_zero_3_and_tensor_parallel_round_bf16_products_another_way(ranks: Ranks, strategy: str, options: Any) -> None:
     """DeepSpeed's own linear adds the head's bias later, and halves of a split sum are added in bf16."""
     found = ranks.run(Across(strategy, alike=True, options=options))[0]
     whole = run(Plain(), plan())

@@ -22,7 +22,6 @@ from support.running import fit
 from support.sharded import PINS, RATE, Both, Ranked, fsdp1, refused_way
 
 pytestmark = pytest.mark.gloo
-
 BAD_STEP = 2
 CLIP = {"gradient_clip_val": 0.5}
 BY_VALUE = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}

@@ -13,12 +13,10 @@ from support import launching
 from support.launching import Ended
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
-
 #: from the first rank's failure until everything is over
 SECONDS = 60
 #: what a rank printed before it ended, with torch's prefix
 _ERROR = re.compile(r"^\[rank(\d)\]: ((?:\w+\.)*\w*Error\b.*)$", re.MULTILINE)
-
 Launch = Callable[[Path], Ended]
 
 

@@ -20,18 +20,9 @@ REAL: dict[str, dict[str, Any]] = json.loads(DATA.read_text(encoding="utf-8"))
 RESOLVED = tuple(name for name in PRECISIONS if name != "auto")
 OFF = {"enabled": False}
 DEEPSPEED = LossScaling.deepspeed()
-
 # LongSpec's block, sail-sg/LongSpec longspec/train/conf/exp/qwq_glide_8gpu_slim6b.yaml
-WHOLE_FP16 = {
-    "enabled": True,
-    "auto_cast": False,
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "consecutive_hysteresis": False,
-    "min_loss_scale": 1,
-}
+WHOLE_FP16 = {"enabled": True, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16}
+WHOLE_FP16 |= {"loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1}
 
 
 def policy(precision: str = "16-mixed", **fields: Any) -> PrecisionPolicy:

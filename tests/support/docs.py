@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[\w-]*)[^\n]*$")
 #: a file of the checkout that the site shows in its place
 _INCLUDED = re.compile(r'^--8<-- "([\w/.-]+)"$')

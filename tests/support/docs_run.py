@@ -175,7 +175,6 @@ _ON_ONE = {
     "devices=8": "devices=1",
 }
 _SHORT_RUN = Setup(prepare=run_yaml, shorter={"train": TWO_STEPS})
-
 SETUPS: dict[str, Setup] = {
     "README.md": Setup(prepare=names, changes=_ON_ONE),
     "docs/tutorial.md": Setup(all_slow=True, loose=True),

@@ -473,6 +473,7 @@ _ema = partial(callbacks.EMAWeightAveraging, decay=0.5)
 _swa = partial(callbacks.StochasticWeightAveraging, 1e-2, swa_epoch_start=1, annealing_epochs=1)
 _finetuning = partial(callbacks.BackboneFinetuning, unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3)
 _pruning = partial(callbacks.ModelPruning, "l1_unstructured", amount=0.5)
+_schedule = partial(callbacks.GradientAccumulationScheduler, {0: 1, 1: 3})
 _some = partial(Net, make_optimizer=lambda parameters: adamw(parameters[2:]))
 
 
@@ -485,6 +486,7 @@ def _routed(*ways: str) -> Callable[[Host], dict[str, Any]]:
     return _fits(partial(Routed, ways=ways), strategy_options=UNITS)
 
 
+_unused = partial(_fits, strategy_options=MAY_BE_UNUSED)
 FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "clips_in_a_hook": _fits(ClipsItself),
     "changes_before_the_step": _fits(Changes),
@@ -495,30 +497,24 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "clips_by_norm": _fits(gradient_clip_val=0.05),
     "clips_by_value": _fits(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
     "accumulates": _fits(accumulate_grad_batches=3, gradient_clip_val=0.05),
-    "accumulates_on_a_schedule": _fits(
-        callback=partial(callbacks.GradientAccumulationScheduler, {0: 1, 1: 3}), max_epochs=2
-    ),
-    "a_layer_is_never_used": _fits(Unused, strategy_options=MAY_BE_UNUSED),
-    "a_layer_is_used_on_one_rank": _fits(OneRank, strategy_options=MAY_BE_UNUSED),
+    "accumulates_on_a_schedule": _fits(callback=_schedule, max_epochs=2),
+    "a_layer_is_never_used": _unused(Unused),
+    "a_layer_is_used_on_one_rank": _unused(OneRank),
     "backbone_finetuning": _fits(callback=_finetuning, max_epochs=3),
     "unfreezes_by_hand": _fits(Switches),
-    "freezes_by_hand": _fits(partial(Switches, unfreezes=False), strategy_options=MAY_BE_UNUSED),
-    "freezes_in_the_midst_of_a_window": _fits(
-        partial(Switches, unfreezes=False, make_optimizer=plain),
-        strategy_options=MAY_BE_UNUSED,
-        accumulate_grad_batches=3,
+    "freezes_by_hand": _unused(partial(Switches, unfreezes=False)),
+    "freezes_in_the_midst_of_a_window": _unused(
+        partial(Switches, unfreezes=False, make_optimizer=plain), accumulate_grad_batches=3
     ),
     "unfreezes_in_the_midst_of_a_window": _fits(partial(Switches, make_optimizer=plain), accumulate_grad_batches=3),
-    "one_rank_freezes_in_the_midst_of_a_window": _fits(
-        partial(OneRankSwitches, unfreezes=False), strategy_options=MAY_BE_UNUSED, accumulate_grad_batches=3
+    "one_rank_freezes_in_the_midst_of_a_window": _unused(
+        partial(OneRankSwitches, unfreezes=False), accumulate_grad_batches=3
     ),
-    "one_rank_unfreezes_in_the_midst_of_a_window": _fits(
-        OneRankSwitches, strategy_options=MAY_BE_UNUSED, accumulate_grad_batches=3
-    ),
-    "heads_by_turns": _fits(Heads, strategy_options=MAY_BE_UNUSED),
-    "heads_by_turns_in_a_window": _fits(Heads, strategy_options=MAY_BE_UNUSED, accumulate_grad_batches=2),
-    "a_head_a_rank": _fits(partial(Heads, used=_own_head), strategy_options=MAY_BE_UNUSED),
-    "a_head_a_rank_of_other_sizes": _fits(partial(Heads, used=_own_head, sizes=(1, 3)), strategy_options=MAY_BE_UNUSED),
+    "one_rank_unfreezes_in_the_midst_of_a_window": _unused(OneRankSwitches, accumulate_grad_batches=3),
+    "heads_by_turns": _unused(Heads),
+    "heads_by_turns_in_a_window": _unused(Heads, accumulate_grad_batches=2),
+    "a_head_a_rank": _unused(partial(Heads, used=_own_head)),
+    "a_head_a_rank_of_other_sizes": _unused(partial(Heads, used=_own_head, sizes=(1, 3))),
     "all_weights_in_the_loss": _fits(Penalized, strategy_options=UNITS),
     "ranks_use_the_same_units": _routed("ab", "ab"),
     "a_unit_is_used_on_one_rank": _routed("a", "ab"),
@@ -528,10 +524,8 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "manual_bare_backward": _fits(partial(Manual, bare=True)),
     "manual_poisons_after_backward": _fits(partial(Manual, poisons=True)),
     "two_optimizers": _fits(Two),
-    "two_optimizers_of_a_gan": _fits(Adversaries, strategy_options=MAY_BE_UNUSED),
-    "two_optimizers_of_a_gan_after_both_forwards": _fits(
-        partial(Adversaries, ahead=True), strategy_options=MAY_BE_UNUSED
-    ),
+    "two_optimizers_of_a_gan": _unused(Adversaries),
+    "two_optimizers_of_a_gan_after_both_forwards": _unused(partial(Adversaries, ahead=True)),
     "an_optimizer_of_some_parameters": _fits(_some),
     "resumed_with_fused": lambda host: host.resume(partial(adamw, fused=True)),
     "resumed_with_other_hyperparameters": lambda host: host.resume(partial(adamw, lr=5e-3, weight_decay=0.5)),
@@ -543,20 +537,10 @@ FEATURE: dict[str, Callable[[Host], dict[str, Any]]] = {
     "ema": _fits(callback=_ema),
     "ema_resumed": lambda host: host.resume(callback=_ema),
     "pruning": _fits(callback=_pruning, max_epochs=2),
-    "lr_finder": lr_finder,
-    "batch_size_scaler": batch_size_scaler,
-    "evaluated": evaluated,
-    "best_checkpoint_tested": best_checkpoint_tested,
-    "saved_weights_tested": saved_weights_tested,
-    "saved_after_validation": saved_after_validation,
-    "batch_norm_evaluated": batch_norm_evaluated,
-    "fit_twice": fit_twice,
-    "a_head_that_sums_in_fp32": a_head_that_sums_in_fp32,
-    "fit_after_a_failure": fit_after_a_failure,
-    "early_stopping": early_stopping,
 }
-
-
+_OWN = lr_finder, batch_size_scaler, evaluated, best_checkpoint_tested, saved_weights_tested, saved_after_validation
+_OWN += batch_norm_evaluated, fit_twice, a_head_that_sums_in_fp32, fit_after_a_failure, early_stopping
+FEATURE |= {one.__name__: one for one in _OWN}
 #: in which windows a feature's steps are made is its own affair, or the user's by hand
 OWN_WINDOWS = {
     name for name in FEATURE if name.startswith(("accumulates", "manual", "two_optimizers", "heads_by_turns"))

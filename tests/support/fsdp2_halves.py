@@ -16,8 +16,6 @@ from support.running import fit
 from support.sharded import Both, Language, Ranked, ddp, fsdp2, refused, trained
 
 VOCABULARY, WIDTH, LAYERS = 251, 64, 3
-
-
 _HEADS = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
 _llama = partial(hf.llama, vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, **_HEADS)
 _gpt2 = partial(hf.gpt2, vocab_size=VOCABULARY, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=4)

@@ -10,7 +10,6 @@ from lightning_mp import LossScaling, MixedPrecisionPlan
 MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 SCALED = ("16-mixed", "16-true")
 UNSCALED = ("32-true", "bf16-mixed", "bf16-true")
-
 #: low enough that nothing overflows in the small models here, high enough that a missing division would show
 CALM_SCALE = 256.0
 

@@ -6,7 +6,6 @@ from lightning_mp.policy.pieces import LossScaling
 
 FP32_MAX = 3.4028234663852886e38
 SMALLEST = 2.0**-149
-
 #: True is an overflow; long runs of one kind, so that floors, ceilings and zero are reached
 traces = st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=6).map(
     lambda runs: [found for found, length in runs for _ in range(length)]

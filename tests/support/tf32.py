@@ -7,16 +7,10 @@ import torch
 
 BACKENDS: Any = torch.backends
 SWITCHES: dict[str, Any] = {
-    "generic": BACKENDS,
-    "cuda.matmul": BACKENDS.cuda.matmul,
-    "cudnn": BACKENDS.cudnn,
-    "cudnn.conv": BACKENDS.cudnn.conv,
-    "cudnn.rnn": BACKENDS.cudnn.rnn,
-    "mkldnn": BACKENDS.mkldnn,
-    "mkldnn.matmul": BACKENDS.mkldnn.matmul,
-    "mkldnn.conv": BACKENDS.mkldnn.conv,
-    "mkldnn.rnn": BACKENDS.mkldnn.rnn,
-}
+    "generic": BACKENDS, "cuda.matmul": BACKENDS.cuda.matmul, "cudnn": BACKENDS.cudnn,
+    "cudnn.conv": BACKENDS.cudnn.conv, "cudnn.rnn": BACKENDS.cudnn.rnn, "mkldnn": BACKENDS.mkldnn,
+    "mkldnn.matmul": BACKENDS.mkldnn.matmul, "mkldnn.conv": BACKENDS.mkldnn.conv, "mkldnn.rnn": BACKENDS.mkldnn.rnn,
+}  # fmt: skip
 READERS: dict[str, Callable[[], object]] = {
     "float32_matmul_precision": torch.get_float32_matmul_precision,
     "cuda.matmul.allow_tf32": lambda: BACKENDS.cuda.matmul.allow_tf32,

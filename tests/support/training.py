@@ -22,7 +22,6 @@ QUICK = (
     "trainer.enable_model_summary=false",
     f"data.text={argparse.__file__}",
 )
-
 PLAIN = """\
 plan:
   precision: bf16-mixed

@@ -12,7 +12,6 @@ from record.report.browser import DESKTOP, PHONE, Shown, chromium
 from record.report.runs import LINES, OVERFLOWS, values, write_run
 
 pytestmark = pytest.mark.slow
-
 Show = Callable[..., Shown]
 
 
