@@ -365,24 +365,18 @@ class Package:
 
 
 PACKAGES = {
-    "transformers": Package(transformers, "transformers"),
-    "peft": Package(peft, "peft"),
-    "bitsandbytes": Package(bitsandbytes, "bitsandbytes"),
-    "timm": Package(timm, "timm"),
-    "lightly": Package(lightly, "lightly"),
-    "monai": Package(monai, "monai"),
-    "torchgeo": Package(torchgeo, "torchgeo.trainers"),
-    "chemprop": Package(chemprop, "chemprop"),
+    "transformers": Package(transformers, "transformers"), "peft": Package(peft, "peft"),
+    "bitsandbytes": Package(bitsandbytes, "bitsandbytes"), "timm": Package(timm, "timm"),
+    "lightly": Package(lightly, "lightly"), "monai": Package(monai, "monai"),
+    "torchgeo": Package(torchgeo, "torchgeo.trainers"), "chemprop": Package(chemprop, "chemprop"),
     "pytorch-forecasting": Package(pytorch_forecasting, "pytorch_forecasting", pins={"LSTM": "fp32"}),
-    "matgl": Package(matgl, "matgl", pins={"LSTM": "fp32"}),
-    "anomalib": Package(anomalib, "anomalib.engine"),
-    "gluonts": Package(gluonts, "gluonts.torch"),
-    "scvi-tools": Package(scvi_tools, "scvi"),
+    "matgl": Package(matgl, "matgl", pins={"LSTM": "fp32"}), "anomalib": Package(anomalib, "anomalib.engine"),
+    "gluonts": Package(gluonts, "gluonts.torch"), "scvi-tools": Package(scvi_tools, "scvi"),
     "neuralforecast": Package(neuralforecast, "neuralforecast"),
     "darts": Package(darts, "darts.models", words=True, callbacks=False),
     "pytorch-tabular": Package(pytorch_tabular, "pytorch_tabular", words=True),
     "lightly-train": Package(lightly_train, "lightly_train", words=True, callbacks=False),
-}
+}  # fmt: skip
 
 
 def check(name: str) -> dict[str, str]:

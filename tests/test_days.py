@@ -158,8 +158,10 @@ REGIMES: dict[str, Callable[[], dict[str, Any]]] = {
     "plan bf16-mixed": lambda: {"plugins": [MixedPrecisionPlan("bf16-mixed")], "callbacks": _watching()},
     "stock bf16-mixed": lambda: {"precision": "bf16-mixed", "callbacks": [*_watching(), NonFiniteGuard()]},
 }
-#: each day under the plan; beside stock precision, which callbacks leave alone, those that save and resume
-OFTEN = [(day, "plan bf16-mixed") for day in DAYS] + [(day, "stock bf16-mixed") for day in list(DAYS)[:5]]
+#: each day under the plan; beside stock precision, which callbacks leave alone, two that save and resume
+OFTEN = [(day, "plan bf16-mixed") for day in DAYS] + [
+    (day, "stock bf16-mixed") for day in ("resume", "crash and resume")
+]
 
 
 def _watching() -> list[Callback]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from support.cells import sampled
 from support.models import Regression, same_weights
 from support.oracles import MODES, plan_for
 from support.traces import gradients, traced
@@ -15,8 +16,6 @@ from support.traces import gradients, traced
 pytestmark = pytest.mark.older_cpu
 CLIP = {"norm": 0.5, "value": 0.02}
 every_mode = pytest.mark.parametrize("mode", MODES)
-fused = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-both_ways = pytest.mark.parametrize("algorithm", CLIP)
 
 
 class Clipped(Regression):
@@ -38,9 +37,7 @@ def _norm(grads: dict[str, Tensor]) -> float:
     return torch.stack([gradient.float().norm() for gradient in grads.values()]).norm().item()
 
 
-@fused
-@both_ways
-@every_mode
+@pytest.mark.parametrize(("mode", "algorithm", "fused"), sampled(MODES, CLIP, (False, True)))
 def test_hooks_see_true_gradients_and_p_grad_holds_clipped_ones_after(mode: str, algorithm: str, fused: bool) -> None:
     module, clip = Clipped(partial(AdamW, lr=1e-3, eps=1e-4, fused=fused)), CLIP[algorithm]
     options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
