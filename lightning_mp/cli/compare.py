@@ -71,7 +71,7 @@ def _compared(
     check_numbers(asked["seeds"], _STEPS if asked["steps"] is None else asked["steps"], asked["margin"], faults)
     # what refers to the plan is given one of the compared
     replaced: dict[str, Any] = {"plan": {"precision": "bf16-mixed"}, "callbacks": None}
-    with composed(arguments, "compare", faults, config_dirs, **replaced) as config:
+    with composed(arguments, "compare", faults, config_dirs, **replaced) as (config, _):
         if config.get("ckpt_path"):
             faults.add("ckpt_path: compared runs begin with the module's own weights", fix="have the module load them")
         trainer = parts.trainer_arguments(config, faults)

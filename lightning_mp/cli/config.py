@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, did_you_mean, one_line
 from lightning_mp.policy import precision_word
-from lightning_mp.policy.load import HYDRA_KEYS
+from lightning_mp.policy.load import HYDRA_KEYS, Places
 from lightning_mp.policy.precision_policy import precision_fix
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def composed(
     *,
     needed: Collection[str] = ("model", "plan"),
     **replaced: Any,
-) -> Generator[dict[str, Any]]:
-    """The config that the arguments describe; a project's modules can be imported.
+) -> Generator[tuple[dict[str, Any], Places]]:
+    """The config that the arguments describe, and where its keys were written; a project's modules can be imported.
 
     It is of plain, resolved values, without the sections that have a fault. ``run_dir`` is set, and ``replaced`` are
     sections to put in place of what was composed. What Hydra cannot compose is raised, with the faults before it.
@@ -59,7 +59,7 @@ def composed(
         faults.raise_if_any()
     path, overrides = _split(arguments)
     experiment = next((text.partition("=")[2] for text in overrides if text.startswith("experiment=")), "train")
-    stem = experiment if path is None else path.stem
+    stem, places = experiment if path is None else path.stem, Places()
     home = f"runs/{file_name(stem if command == 'train' else command)}-{time.strftime('%Y%m%d-%H%M%S')}"
     # searched first: else this package's groups would hide the user's of the same name
     folders = [*([] if path is None else [path.parent]), *config_dirs, GROUPS]
@@ -68,14 +68,15 @@ def composed(
     sys.path[:] = [str(Path.cwd()), *before, *([] if path is None else [str(path.resolve().parent)])]
     try:
         with _hydra(folders[0], stem, faults, path):
-            written = None if path is None else _mapping(path, faults)
+            written = None if path is None else _mapping(path, places, faults)
             parsed = _parsed(overrides)
+            places.update((each.key_or_group, "on the command line") for each in parsed)
             whole = _composed(stem, written, parsed, folders)
             whole["run_dir"] = _told_hydra(whole, os.environ.get(RUN_DIR) or home)
             whole.update(replaced)
             config = _values(whole, needed, faults)
         _check(config, faults)
-        yield config  # Lightning starts other processes in another way where Hydra is on
+        yield config, places  # Lightning starts other processes in another way where Hydra is on
     finally:
         sys.path[:] = before
 
@@ -147,12 +148,13 @@ def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Genera
 # ---------------------------------------------------------------------- composed
 
 
-def _mapping(path: Path, faults: Faults) -> dict[str, Any]:
-    """What a file says."""
+def _mapping(path: Path, places: Places, faults: Faults) -> dict[str, Any]:
+    """What a file says; its keys are noted in ``places``."""
     from omegaconf import OmegaConf
 
     body: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
     if isinstance(body, dict):
+        places.add(path)
         return cast("dict[str, Any]", body)
     wrong, fix = ("mapping", "write 'plan:' in it") if path.is_file() else ("file", "check the path")
     faults.add(f"config {str(path)!r}, which is no {wrong}", fix=fix)

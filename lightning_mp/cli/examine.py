@@ -62,8 +62,8 @@ def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], gpu: str) ->
 
     faults = Faults("doctor")
     chosen = find(gpu, faults) if gpu else None
-    with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as config:
-        regime = parts.regime(config, faults)
+    with composed(arguments, "doctor", faults, config_dirs, needed=["model"], callbacks=None) as (config, places):
+        regime = parts.regime(config, places, faults)
         faults.raise_if_any()
         model, plan, given = parts.instantiated(config["model"], "model", faults), None, config.get("strategy") or {}
         if regime is None:

@@ -24,7 +24,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, counted, is_whole, one_line
 from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
-from lightning_mp.policy.load import HYDRA_KEYS
+from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 
@@ -35,10 +35,10 @@ class Regime(NamedTuple):
     trainer: dict[str, Any]
 
 
-def regime(config: Mapping[str, Any], faults: Faults) -> Regime | None:
+def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime | None:
     """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults, earlier ones or its own."""
     before = bool(faults.found)
-    plan = _plan(config["plan"], faults) if config.get("plan") else None
+    plan = _plan(config["plan"], places, faults) if config.get("plan") else None
     if plan is None or before:
         return None
     callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
@@ -60,8 +60,8 @@ def one_run(
     arguments: Sequence[str], faults: Faults, command: str, config_dirs: Sequence[Path], **replaced: Any
 ) -> Generator[tuple[dict[str, Any], Regime]]:
     """Within, the run that the arguments of ``command`` describe: its checked config and its regime."""
-    with composed(arguments, command, faults, config_dirs, **replaced) as config:
-        checked = faults.unwrap(regime(config, faults))
+    with composed(arguments, command, faults, config_dirs, **replaced) as (config, places):
+        checked = faults.unwrap(regime(config, places, faults))
         with running(Path(config["run_dir"]), faults), quiet():
             yield config, checked
 
@@ -138,7 +138,7 @@ def model_and_batches(config: Mapping[str, Any], faults: Faults) -> tuple[Lightn
     return model, given
 
 
-def _plan(given: Any, faults: Faults) -> MixedPrecisionPlan | None:
+def _plan(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
     """The plan's fields, or a call, which is made where there is no fault."""
     target = given.get("_target_") if isinstance(given, Mapping) else None
     if target is not None and str(target).rpartition(".")[2] not in ("MixedPrecisionPlan", "PrecisionPolicy"):
@@ -146,7 +146,7 @@ def _plan(given: Any, faults: Faults) -> MixedPrecisionPlan | None:
     try:
         return MixedPrecisionPlan.from_config(given)
     except PlanError as error:
-        faults.extend(replace(fault, problem=f"plan: {fault.problem}") for fault in error.faults)
+        faults.extend(plan_fault(fault, places) for fault in error.faults)
     return None
 
 

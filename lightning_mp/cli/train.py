@@ -76,10 +76,10 @@ def run(
     faults, home = Faults("train"), Path()
     given, runs = sweep(arguments, faults) if multirun else (arguments, [[]])
     for number, chosen in enumerate(runs):
-        with composed([*given, *chosen], "train", faults, config_dirs) as config:
+        with composed([*given, *chosen], "train", faults, config_dirs) as (config, places):
             with redirect_stdout(sys.stderr) if only_show else nullcontext():  # others print what is no part of it
                 _check_settings(config, faults)
-                regime = faults.unwrap(parts.regime(config, faults))
+                regime = faults.unwrap(parts.regime(config, places, faults))
             home = Path(config["run_dir"])
             if only_show:
                 say("---\n" * (number > 0) + _as_yaml(config).rstrip())

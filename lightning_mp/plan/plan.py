@@ -111,9 +111,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
 
         Raises:
-            PlanError: an unknown key or a bad value; every fault is named at once, with the file.
+            PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.
         """
-        with load.named(config):
+        with load.named_lines(config):
             return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Configs as plain mappings, whatever they came as."""
+"""Configs as plain mappings, whatever they came as, and where a key of one was written."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_mp.errors import Faults, PlanError, one_line
+from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.policy.pieces import LossScaling
 from lightning_mp.policy.precision_policy import precision_fix, precision_word
 
@@ -82,15 +83,68 @@ def _built(value: Any, path: str, faults: Faults) -> Any:
     return fields
 
 
+class Places(dict[str, str]):
+    """Dotted keys and where each was written; of several places the one added last."""
+
+    def add(self, path: Path) -> None:
+        """Note every key of a YAML file."""
+        import yaml
+
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        self.update((key, f"{path.name}:{line}") for key, line in _keys(node, ""))
+
+    def of(self, key: str) -> str:
+        """`` (file:line)`` of the key, or of what it stands in; empty where that is not known."""
+        while key and key not in self:
+            key = key.rpartition(".")[0]
+        return f" ({self[key]})" if key else ""
+
+    def below(self, section: str, key: str) -> str:
+        """As :meth:`of`, for a key of ``section`` or, by its last part alone, of what stands in it."""
+        full, within = (f"{section}.{key}", f".{section}.") if section else (key, "")
+        deeper = [found for found in self if found.endswith(f".{key}") and within in f".{found}"]
+        return self.of(full if full in self or len(deeper) != 1 else deeper[0])
+
+
+def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
+    """A fault of a plan, with the place of the key that it is about."""
+    key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.problem)
+    path = "" if key is None else key.group(2) or f"pins.{key.group(1)}"
+    where = places.below(section, path) if path else places.of(section)
+    return replace(fault, problem=f"{section}: {fault.problem}{where}".removeprefix(": "))
+
+
 @contextmanager
-def named(config: object) -> Generator[None]:
-    """Faults of a plan tell the file, where ``config`` is the path of one."""
+def named_lines(config: object) -> Generator[None]:
+    """Faults of a plan are named with their lines, where ``config`` is the path of a YAML file."""
+    from yaml import YAMLError
+
     try:
         yield
     except PlanError as error:
         if not isinstance(config, (str, PathLike)) or not Path(config).is_file():
             raise
-        name = Path(config).name
-        told = [f"{each.problem}{f' ({name})' * (name not in each.problem)}" for each in error.faults]
-        faults = [replace(fault, problem=problem) for fault, problem in zip(error.faults, told, strict=True)]
-        raise PlanError(faults, error.subject) from None
+        path, places = Path(config), Places()
+        with suppress(YAMLError, OSError, ValueError):  # which is the fault then
+            places.add(path)
+        placed = [plan_fault(fault, places, "") for fault in error.faults]
+        named = [
+            one if path.name in one.problem else replace(one, problem=f"{one.problem} ({path.name})") for one in placed
+        ]
+        raise PlanError(named, error.subject) from None
+
+
+def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    """The dotted keys below ``node`` and their lines, from 1."""
+    if getattr(node, "id", "") == "mapping":
+        for key, value in node.value:
+            name = f"{prefix}.{key.value}" if prefix else str(key.value)
+            yield name, key.start_mark.line + 1
+            yield from _keys(value, name)
+    elif getattr(node, "id", "") == "sequence":
+        for index, value in enumerate(node.value):
+            yield f"{prefix}.{index}", value.start_mark.line + 1
+            yield from _keys(value, f"{prefix}.{index}")
+            for key, item in value.value if value.id == "mapping" else ():
+                if key.value == "pattern":  # by which a pin is named
+                    yield f"{prefix}.{item.value}", item.start_mark.line + 1

@@ -19,7 +19,7 @@ from support.training import PLAIN, write
 
 def one(path: str | None, *overrides: str, dirs: tuple[Path, ...] = ()) -> Any:
     faults = Faults("test")
-    with composing.composed(overrides if path is None else (path, *overrides), "train", faults, dirs) as config:
+    with composing.composed(overrides if path is None else (path, *overrides), "train", faults, dirs) as (config, _):
         faults.raise_if_any()
         return OmegaConf.create(config)
 
@@ -99,8 +99,9 @@ def test_file_groups_and_arguments_are_one_config(name: str, tmp_path: Path) -> 
 def test_the_file_may_stand_anywhere_and_its_path_may_have_an_equals_sign(tmp_path: Path) -> None:
     path = write(tmp_path, PLAIN, "plan=fp16/config.yaml")
     assert one(path, "seed=3").seed == 3
-    with composing.composed(["plan=fp16", path, "seed=3"], "train", Faults("test")) as config:
+    with composing.composed(["plan=fp16", path, "seed=3"], "train", Faults("test")) as (config, places):
         assert (config["plan"]["precision"], config["seed"]) == ("16-mixed", 3)
+        assert places["model.width"].startswith("config.yaml:")
 
 
 def test_a_projects_own_groups_stand_next_to_those_of_the_package(tmp_path: Path) -> None:

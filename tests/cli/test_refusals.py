@@ -1,4 +1,4 @@
-"""What cannot run is refused before a model is built: a plan's faults with their keys, the rest as Hydra says it."""
+"""What cannot run is refused before a model is built: a plan's faults with their places, the rest as Hydra says it."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LANGUAGE = "lightning_mp.demo.language_model.CausalLM"
 CALLBACK = "callbacks: {x: %s}\nplan:"
 #: what is written in place of a line of PLAIN, and the one fault: (given, do) must be found in it
 BAD: dict[str, tuple[tuple[str, str], str, str]] = {
-    "misspelt key of the plan": (("precision: bf", "precison: bf"), "plan: unknown key precison", "'precision'"),
+    "misspelt key of the plan": (("precision: bf", "precison: bf"), "unknown key precison (run.yaml:2)", "'precision'"),
     "misspelt argument of the model": (("width: 4", "width: 4\n  lrr: 1"), "lrr, which Net does not take", "'lr'"),
     "misspelt class": (("training.Net", "training.Nett"), "Nett names no class", "package"),
     "target that is no class": (("training.Net", "training.PLAIN"), "PLAIN names no class", "package"),

@@ -114,21 +114,21 @@ pins:
 """
 #: what is written in place of a line of PLACED, and what is said of it
 MISPLACED: dict[str, tuple[str, str, str]] = {
-    "key": ("precision:", "precison:", "unknown key precison (plan.yaml)"),
-    "key of a piece": ("init_scale", "init_scal", "unknown key loss_scaling.init_scal (plan.yaml)"),
-    "value": ("16-mixed", "17-mixed", "precision='17-mixed' (plan.yaml)"),
-    "value of a piece": ("init_scale: 8", "init_scale: 8", "growth_factor=0.5 (plan.yaml)"),
-    "contradiction": ("16-mixed", "bf16-mixed", "loss_scaling with precision='bf16-mixed' (plan.yaml)"),
-    "pin": ("dtype: fp32", "dtype: int8", "pin '*norm*': dtype='int8' (plan.yaml)"),
-    "target": ("init_scale: 8", "_target_: a.B", "loss_scaling._target_: a.B (plan.yaml)"),
+    "key": ("precision:", "precison:", "unknown key precison (plan.yaml:1)"),
+    "key of a piece": ("init_scale", "init_scal", "unknown key loss_scaling.init_scal (plan.yaml:3)"),
+    "value": ("16-mixed", "17-mixed", "precision='17-mixed' (plan.yaml:1)"),
+    "value of a piece": ("init_scale: 8", "init_scale: 8", "growth_factor=0.5 (plan.yaml:4)"),
+    "contradiction": ("16-mixed", "bf16-mixed", "loss_scaling with precision='bf16-mixed' (plan.yaml:2)"),
+    "pin": ("dtype: fp32", "dtype: int8", "pin '*norm*': dtype='int8' (plan.yaml:6)"),
+    "target": ("init_scale: 8", "_target_: a.B", "loss_scaling._target_: a.B (plan.yaml:3)"),
     "missing value": ("16-mixed", "???", "Missing mandatory value: precision"),
-    "interpolation": ("init_scale: 8", "init_scale: ${a}", "(plan.yaml)"),
+    "interpolation": ("init_scale: 8", "init_scale: ${a}", "(plan.yaml:3)"),
     "syntax": ("pins:", "pins: [", "line 6"),
 }
 
 
 @pytest.mark.parametrize("name", MISPLACED)
-def test_a_fault_of_a_file_is_named_with_it(name: str, tmp_path: Path) -> None:
+def test_a_fault_of_a_file_is_named_with_its_line(name: str, tmp_path: Path) -> None:
     old, new, said = MISPLACED[name]
     path = tmp_path / "plan.yaml"
     path.write_text(PLACED.replace(old, new, 1))
