@@ -24,10 +24,10 @@ VERSIONS = {
 def check_versions(faults: Faults, *names: str) -> None:
     """Note each of the named dependencies that is installed in a release outside of its bounds."""
     for name in names:
-        found = installed(name)
-        if not SpecifierSet(VERSIONS[name]).contains(found, prereleases=True):
+        release = installed(name)
+        if not SpecifierSet(VERSIONS[name]).contains(release, prereleases=True):
             fix = f"run pip install '{name}{VERSIONS[name]}'"
-            faults.add(f"{name} {found}, which is not tested", allowed=f"{name} {VERSIONS[name]}", fix=fix)
+            faults.add(f"{name} {release}, which is not tested", allowed=f"{name} {VERSIONS[name]}", fix=fix)
 
 
 def require_versions(subject: str, *names: str) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mp.compat import patched
-from lightning_mp.compat.torch import new_hooks_first
 
 
 def restore_linear() -> None:
@@ -34,7 +33,7 @@ def initialize(module: nn.Module, **given: Any) -> tuple[Any, Any]:
     if before is not None:
         before.destroy()
     no_cast = patched(DeepSpeedEngine, _cast_module_mixed_precision=lambda *_args, **_kwargs: None)
-    with no_cast, new_hooks_first(module):  # weight_norm's hook reads what DeepSpeed's gathers
+    with no_cast:
         engine, optimizer, _, _ = cast("Any", deepspeed).initialize(model=module, dist_init_required=False, **given)
     if hasattr(engine.optimizer, "destroy"):
         _former[module] = weakref.ref(engine.optimizer)
@@ -73,6 +72,11 @@ class Zero:
         self._scale: PlanScale | None = None
         #: ``gradient_clipping`` of the JSON
         self.clip_of_json = float(optimizer.clip_grad)
+        #: whether masters and optimizer state of ZeRO-1 or 2 are on the CPU
+        self.offloads = bool(getattr(optimizer, "cpu_offload", False))
+        #: whether gradients of each pass are summed and added to those of earlier ones, whichever parameters have any:
+        #: ZeRO-1 sums the last pass alone, ZeRO-3 adds to what an earlier window left, and offload does both
+        self.sums_every_pass = bool(getattr(optimizer, "partition_gradients", False)) and not self.offloads
 
     def install_scale(self, scaler: Any, clip: float) -> None:
         """Put the plan's scale (``None``: none) and norm in place of DeepSpeed's, or of a checkpoint's."""
@@ -95,14 +99,6 @@ class Zero:
 
         return patched(self.optimizer, **{name: checked, "step": partial(step, self.optimizer.step)})
 
-    @property
-    def sums_every_pass(self) -> bool:
-        """Whether gradients of each pass are summed and added to those of earlier ones, whichever parameters have any.
-
-        ZeRO-1 sums the last pass alone, ZeRO-3 adds to what an earlier window left, and offload does both.
-        """
-        return bool(getattr(self.optimizer, "partition_gradients", False)) and not self.offloads
-
     def forget_gradients(self) -> None:
         """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
         zero = self.optimizer
@@ -111,14 +107,11 @@ class Zero:
             zero.all_grad_tensors.clear()
             zero.micro_step_id = -1
 
-    @property
-    def offloads(self) -> bool:
-        """Whether masters and optimizer state of a ZeRO-1 or 2 optimizer are on the CPU."""
-        return bool(self.optimizer.cpu_offload)
-
     def step(self) -> tuple[bool, Any]:
         """DeepSpeed's step; whether it was made, and the norm of the gradients, if there is one."""
-        with nullcontext() if self._scale is None else self._scale.read_once():
+        scale = self._scale
+        # one device sync for a whole step, in which ZeRO asks for the scale several times a param group
+        with nullcontext() if scale is None else patched(scale, known=scale.cur_scale):
             self.engine.step()
         return self.engine.was_step_applied(), self.engine.get_global_grad_norm()
 
@@ -128,20 +121,12 @@ class PlanScale:
 
     def __init__(self, scaler: Any) -> None:
         self._scaler, self.dynamic = scaler, scaler.config.dynamic
-        self._read: float | None = None
-
-    @contextmanager
-    def read_once(self) -> Generator[None, None, None]:
-        """One device sync for a whole step, in which ZeRO asks for the scale several times a param group."""
-        self._read = self._scaler.get_scale()
-        try:
-            yield
-        finally:
-            self._read = None
+        #: the scale, within a step
+        self.known: float | None = None
 
     @property
     def cur_scale(self) -> float:
-        return self._scaler.get_scale() if self._read is None else self._read
+        return self._scaler.get_scale() if self.known is None else self.known
 
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:

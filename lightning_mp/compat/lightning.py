@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.compat import patched
@@ -136,9 +137,9 @@ def is_compiled(module: Any) -> bool:
     return vars(module).get("_compiler_ctx") is not None
 
 
-def accumulates(trainer: Trainer) -> bool:
+def accumulates(trainer: Any) -> bool:
     """Whether the batch at hand is not the last one before an optimizer step."""
-    return cast("Any", trainer.fit_loop)._should_accumulate()
+    return trainer.fit_loop._should_accumulate()
 
 
 def begins_window(trainer: Trainer, batch_idx: int) -> bool:
@@ -147,31 +148,28 @@ def begins_window(trainer: Trainer, batch_idx: int) -> bool:
     return automatic and batch_idx % trainer.accumulate_grad_batches == 0
 
 
-def step_inputs(trainer: Trainer, batch: Any, batch_idx: int) -> list[Any]:
+def step_inputs(trainer: Any, batch: Any, batch_idx: int) -> list[Any]:
     """The arguments that ``training_step`` takes for a batch."""
-    return list(cast("Any", trainer.fit_loop.epoch_loop)._build_kwargs(OrderedDict(), batch, batch_idx).values())
+    return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
 
-def draws_batches_itself(trainer: Trainer) -> bool:
+def draws_batches_itself(trainer: Any) -> bool:
     """Whether ``training_step`` takes the data loader's iterator."""
-    fetcher_class: Any = __getattr__("DataLoaderIterDataFetcher")
-    return isinstance(cast("Any", trainer.fit_loop)._data_fetcher, fetcher_class)
+    return isinstance(trainer.fit_loop._data_fetcher, __getattr__("DataLoaderIterDataFetcher"))
 
 
-def logged_step(trainer: Trainer) -> int:
-    """The step at which Lightning logs the batch at hand."""
-    return cast("Any", trainer.fit_loop.epoch_loop)._batches_that_stepped
-
-
-def last_saved(callback: ModelCheckpoint) -> str:
-    """The path of the checkpoint that the callback saved last; empty before the first."""
-    return cast("Any", callback)._last_checkpoint_saved
+#: of a Trainer, the step at which it logs the batch at hand
+logged_step = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
+#: of a ModelCheckpoint, the path that it saved to last; empty before
+last_saved = attrgetter("_last_checkpoint_saved")
+#: of a ModelParallelStrategy, its device mesh; ``None`` before it has laid one
+mesh_of = attrgetter("_device_mesh")
 
 
 @contextmanager
-def checkpoint_connector(trainer: Trainer) -> Generator[Any, None, None]:
+def checkpoint_connector(trainer: Any) -> Generator[Any, None, None]:
     """What restores a run from a checkpoint; afterwards the Trainer's own ``ckpt_path`` is as before."""
-    connector: Any = cast("Any", trainer)._checkpoint_connector
+    connector = trainer._checkpoint_connector
     with patched(connector, _ckpt_path=connector._ckpt_path):
         yield connector
 
@@ -182,9 +180,9 @@ def parsed_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
     return optimizers, __getattr__("configure_schedulers_automatic_opt")(schedules, monitor)
 
 
-def keep_sampler(trainer: Trainer) -> None:
+def keep_sampler(trainer: Any) -> None:
     """Have the Trainer leave the user's own sampler in place of a ``DistributedSampler``."""
-    cast("Any", trainer)._accelerator_connector.use_distributed_sampler = False
+    trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
@@ -192,9 +190,9 @@ def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
     return getattr(strategy, "_ddp_comm_hook", None), getattr(strategy, "_ddp_comm_wrapper", None)
 
 
-def validates(trainer: Trainer) -> bool:
+def validates(trainer: Any) -> bool:
     """Whether the fit at hand has data to validate on."""
-    return cast("Any", trainer.fit_loop.epoch_loop.val_loop)._data_source.is_defined()
+    return trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
 
 
 def layer_sync_of(strategy: Any) -> Any:
@@ -202,14 +200,9 @@ def layer_sync_of(strategy: Any) -> Any:
     return getattr(strategy, "given_layer_sync", None) or getattr(strategy, "_layer_sync", None)
 
 
-def mesh_of(strategy: ModelParallelStrategy) -> Any:
-    """The device mesh of the strategy; ``None`` before it has laid one."""
-    return cast("Any", strategy)._device_mesh
-
-
-def set_mesh(module: LightningModule, mesh: Any) -> None:
+def set_mesh(module: Any, mesh: Any) -> None:
     """Make ``mesh`` the module's ``device_mesh``."""
-    cast("Any", module)._device_mesh = mesh
+    module._device_mesh = mesh
 
 
 # ------------------------------------------------------------------ what a Trainer prints

@@ -1,30 +1,32 @@
 """torch's private names, each behind a function that says what it is for."""
 
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+_torch: Any = torch
 #: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
-NO_TORCH_FUNCTION: Any = cast("Any", torch)._C._disabled_torch_function_impl
+NO_TORCH_FUNCTION: Any = _torch._C._disabled_torch_function_impl
 
 
-def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:
+def as_wrapper(cls: Any, tensor: Tensor, dtype: torch.dtype) -> Any:
     """A tensor of class ``cls`` without values of its own, which looks like ``tensor`` in ``dtype``."""
     options: dict[str, Any] = {"storage_offset": tensor.storage_offset(), "dtype": dtype, "device": tensor.device}
-    return cast("Any", Tensor)._make_wrapper_subclass(cls, tensor.shape, tensor.stride(), **options)
+    return _torch.Tensor._make_wrapper_subclass(cls, tensor.shape, tensor.stride(), **options)
 
 
 # ------------------------------------------------------------------ gradients and the scale
@@ -32,46 +34,17 @@ def as_wrapper(cls: type[Any], tensor: Tensor, dtype: torch.dtype) -> Any:
 
 #: ``(grads, found_inf, inv_scale)``: multiplies ``grads`` (one device, one dtype) by ``inv_scale`` in place, and sets
 #: ``found_inf`` to 1 where one was not finite: the multi-tensor kernel behind ``torch.amp.GradScaler``
-unscale_and_check_: Any = cast("Any", torch)._amp_foreach_non_finite_check_and_unscale_
+unscale_and_check_: Any = _torch._amp_foreach_non_finite_check_and_unscale_
 #: each of several tensors of one dtype and device by a scalar, in place
-multiply_: Any = cast("Any", torch)._foreach_mul_
+multiply_: Any = _torch._foreach_mul_
 #: ``(scale, growth_tracker, found_inf, growth factor, backoff factor, growth interval)``: that of its ``update``
-update_scale_: Any = cast("Any", torch)._amp_update_scale_
+update_scale_: Any = _torch._amp_update_scale_
 
 
-def norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-    """The norm of each tensor, computed in ``dtype``, in one launch."""
-    foreach_norm: Any = cast("Any", torch)._foreach_norm
-    return foreach_norm(tensors, order) if dtype is None else foreach_norm(tensors, order, dtype=dtype)
-
-
-def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether the optimizer (a fused one) unscales, and skips by ``found_inf``, on the device."""
-    name = "_step_supports_amp_scaling"  # a wrapper hands on that of the optimizer in it, which sees no flag
-    own = vars(optimizer).get(name, getattr(type(optimizer), name, False))
-    # a group from a checkpoint may be without ``fused``
-    return own is True and all(group.get("fused", True) for group in optimizer.param_groups)
-
-
-@contextmanager
-def new_hooks_first(model: nn.Module) -> Generator[None, None, None]:
-    """What is put before a module's forward inside comes before what was there."""
-    every = [cast("Any", module)._forward_pre_hooks for module in model.modules()]
-    before = [[*hooks] for hooks in every]
-    yield
-    for hooks, keys in zip(every, before, strict=True):
-        for key in keys:
-            hooks.move_to_end(key)
-
-
-def makes_optimizer_state() -> bool:
-    """Whether the step under way is one of ``torch.distributed.checkpoint``: of rate 0, to have state to load into."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back
-    return False
+#: ``(tensors, order, dtype)``: the norm of each, computed in ``dtype`` (``None``: its own), in one launch
+norms: Any = _torch._foreach_norm
+#: by which an optimizer (a fused one) says that it unscales, and skips by ``found_inf``, on the device
+TAKES_FLAG = "_step_supports_amp_scaling"
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -83,25 +56,22 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 GROWTH_TRACKER = "_growth_tracker"
 
 
-def set_scale(scaler: GradScaler, scale: Tensor, growth_tracker: Tensor) -> None:
+def set_scale(scaler: Any, scale: Tensor, growth_tracker: Tensor) -> None:
     """Put both where ``GradScaler`` keeps them, for code that looks there."""
-    cast("Any", scaler)._scale, cast("Any", scaler)._growth_tracker = scale, growth_tracker
+    scaler._scale, scaler._growth_tracker = scale, growth_tracker
 
 
-def waits_for_unscale(scaler: GradScaler, optimizer: Optimizer) -> bool:
+def waits_for_unscale(scaler: Any, optimizer: Optimizer) -> bool:
     """Whether nobody has unscaled the optimizer's gradients since its last step."""
-    return cast("Any", scaler)._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
 # ------------------------------------------------------------------ learning rates
 
 #: where the state dict of ``SequentialLR`` and ``ChainedScheduler`` has those of their schedulers
 INNER_SCHEDULERS = "_schedulers"
-
-
-def last_rates(scheduler_state: Mapping[str, Any]) -> list[float]:
-    """The learning rates that a scheduler had come to, one a param group, from its state dict."""
-    return scheduler_state.get("_last_lr") or []
+#: where that of any scheduler has the learning rates that it had come to, one a param group
+LAST_RATES = "_last_lr"
 
 
 # ------------------------------------------------------------------ operators and autograd
@@ -122,12 +92,12 @@ def calling_frame(file: str) -> FrameType | None:
 
 def in_backward() -> bool:
     """Whether a backward pass is under way."""
-    return cast("Any", torch)._C._current_graph_task_id() != -1
+    return _torch._C._current_graph_task_id() != -1
 
 
 def in_backward_formula() -> bool:
     """Whether a node of the graph is being computed: not so in a hook before it."""
-    return cast("Any", torch)._C._current_autograd_node() is not None
+    return _torch._C._current_autograd_node() is not None
 
 
 def backward_traced_outside_autocast() -> AbstractContextManager[None]:
@@ -136,7 +106,7 @@ def backward_traced_outside_autocast() -> AbstractContextManager[None]:
     AOTAutograd traces them at the time of the forward, by default under the autocast around the compiled region: what
     turns autocast off inside would have a half-precision backward. The setting is read at each tracing in this thread.
     """
-    return cast("Any", functorch_config).patch(backward_pass_autocast="off")
+    return import_module("torch._functorch.config").patch(backward_pass_autocast="off")
 
 
 def cpu_attention() -> dict[Any, Any]:
@@ -157,9 +127,8 @@ FUSED_ATTENTION = (
 
 def cpu_has(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices in ``dtype`` (bf16 or fp16) natively, as oneDNN sees it."""
-    onednn: Any = torch.ops.mkldnn
     supported = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return torch.backends.mkldnn.is_available() and getattr(onednn, supported)()
+    return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, supported)()
 
 
 @cache
@@ -182,9 +151,10 @@ def cpu_has_lstm(dtype: torch.dtype) -> bool:
 WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers, to be changed in place."""
-    return vars(module)["_buffers"]
+#: a module's own buffers, to be changed in place
+buffers_of = attrgetter("_buffers")
+#: what a batch norm of any dimension is, torch's ``SyncBatchNorm`` included
+BATCH_NORM: Any = _torch.nn.modules.batchnorm._BatchNorm
 
 
 def version(tensor: Tensor | None) -> int | None:
@@ -194,19 +164,20 @@ def version(tensor: Tensor | None) -> int | None:
 
 def saved_buffers(model: nn.Module) -> Iterator[Tensor]:
     """The buffers that are in a module's state dict."""
+    module: Any
     for module in model.modules():
-        left_out = cast("Any", module)._non_persistent_buffers_set
-        yield from (tensor for name, tensor in module.named_buffers(recurse=False) if name not in left_out)
+        named = module.named_buffers(recurse=False)
+        yield from (tensor for name, tensor in named if name not in module._non_persistent_buffers_set)
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
+def has_forward_hooks(module: Any) -> bool:
     """Whether anything is called before or after the module's forward."""
-    return bool(cast("Any", module)._forward_hooks or cast("Any", module)._forward_pre_hooks)
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def apply_to_tensors(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+def apply_to_tensors(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
     """What ``module.to()`` does: ``fn`` on every parameter, gradient and buffer."""
-    cast("Any", module)._apply(fn)
+    module._apply(fn)
 
 
 def shard_storage(path: str, *, writes: bool = False) -> Any:
@@ -223,31 +194,27 @@ def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
 
     Neither a model nor a process group is needed, and where there is a group, each rank reads for itself.
     """
-    from torch.distributed.checkpoint import FileSystemReader, default_planner, state_dict_loader
+    from torch.distributed import checkpoint
 
     content: dict[str, Any] = {}
-    planner = cast("Any", default_planner)._EmptyStateDictLoadPlanner(keys)
-    cast("Any", state_dict_loader)._load_state_dict(content, FileSystemReader(path), planner=planner, no_dist=True)
+    here: Any = checkpoint
+    planner = here.default_planner._EmptyStateDictLoadPlanner(keys)
+    here.state_dict_loader._load_state_dict(content, here.FileSystemReader(path), planner=planner, no_dist=True)
     return content
 
 
-def load_own_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *problems: list[str]) -> None:
+def load_own_tensors(module: Any, state: dict[str, Any], prefix: str, *problems: list[str]) -> None:
     """``load_state_dict`` for the tensors of ``module`` itself; adds to the lists missing, unexpected and errors.
 
     The module's own hooks may rename what is in ``state``.
     """
-    cast("Any", module)._load_from_state_dict(state, prefix, {}, True, *problems)
+    module._load_from_state_dict(state, prefix, {}, True, *problems)
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:
     """What initialises the module's own tensors, if it has such a method."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether it is a batch norm of any dimension, torch's ``SyncBatchNorm`` included."""
-    return isinstance(module, cast("Any", nn.modules.batchnorm)._BatchNorm)
 
 
 def is_compiled(module: nn.Module) -> bool:

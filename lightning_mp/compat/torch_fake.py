@@ -31,17 +31,15 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def wraps(kind: type) -> bool:
+def wraps(kind: Any) -> bool:
     """Whether tensors of this class hold others (``DTensor``), and have no storage of their own."""
-    return (
-        not issubclass(kind, FakeTensor)
-        and cast("Any", kind).__torch_dispatch__ is not cast("Any", Tensor).__torch_dispatch__
-    )
+    own: Any = Tensor
+    return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not own.__torch_dispatch__
 
 
-def constant_of(tensor: Tensor) -> Tensor | None:
+def constant_of(tensor: Any) -> Tensor | None:
     """The value of a fake tensor, where it is known."""
-    return cast("Any", tensor).constant if isinstance(tensor, FakeTensor) else None
+    return tensor.constant if isinstance(tensor, FakeTensor) else None
 
 
 def storage_key(owner: Tensor | torch.UntypedStorage) -> int:
@@ -74,12 +72,12 @@ def moved_in_place() -> Generator[None, None, None]:
         data.__set__(tensor, moved)
         tensor.fake_device = moved.device
 
-    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def apply(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(map(is_fake, own)):
             return before(module, fn, recurse)
         for child in module.children() if recurse else ():
-            cast("Any", child)._apply(fn)
+            child._apply(fn)
         with torch.no_grad():
             for tensor in [*own, *(tensor.grad for tensor in own if tensor.grad is not None)]:
                 moved = fn(tensor)

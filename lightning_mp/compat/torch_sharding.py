@@ -6,7 +6,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,10 @@ from lightning_mp.compat import patched
 from lightning_mp.compat.torch import in_backward
 from lightning_mp.errors import PlanError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 # ------------------------------------------------------------------ DDP
-
-
-def left_out_by_ddp(module: nn.Module) -> Iterable[str]:
-    """The parameters and buffers that the user told DDP to leave alone, which each rank may have by itself."""
-    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
 
 def register_comm_hooks(model: Any) -> bool:
@@ -47,9 +46,14 @@ def policies(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
 
 
 class GatherExtension:
-    """Gathers a parameter by FSDP2's extensions, or as it is stored; each way keeps what torch made, gradients too."""
+    """Gathers a parameter by FSDP2's extensions, or as it is stored; each way keeps what torch made, gradients too.
+
+    A subclass has the extensions: ``before`` and ``after`` each all-gather.
+    """
 
     _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
+    before: Any
+    after: Any
 
     def __init__(self, parameter: Any) -> None:
         self._parameter, self._extended = parameter, False
@@ -59,23 +63,24 @@ class GatherExtension:
         self.shard: Tensor = parameter.sharded_param
 
     @classmethod
-    def of(cls, model: nn.Module) -> list[GatherExtension]:
+    def of(cls, model: nn.Module) -> list[Self]:
         """One for every parameter in a unit of ``model``."""
         return [cls(one) for one in _sharded_below(model)]
 
-    def local(self) -> Tensor:
+    @property
+    def local(self) -> Any:
         """This rank's shard; the very tensor that torch asks for extensions, of which ``to_local`` gives another."""
         return self._parameter._sharded_local_tensor
 
-    def use(self, extension: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
-        """Call ``extension`` before and after each all-gather from now on; with ``None`` gather as stored."""
-        local: Any = self.local()
+    def use(self, extended: bool) -> None:
+        """Gather by the extensions from now on, or as stored."""
+        local = self.local
         _unpatch([local], "fsdp_pre_all_gather", "fsdp_post_all_gather")
-        if extension is not None:
-            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = extension
-        if self._extended == (extension is not None):
+        if extended:
+            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self.before, self.after
+        if self._extended == extended:
             return
-        self._extended = not self._extended
+        self._extended = extended
         held = vars(self._parameter)
         made = {key: held.pop(key) for key in self._KEPT if key in held}
         self._parameter.all_gather_outputs = []
@@ -174,7 +179,6 @@ class UnusedParameters:
     def release(self) -> None:
         """Let go of the units."""
         _unpatch(self._groups, "pre_forward", "post_backward")
-        self._groups, self._names, self._left = [], {}, {}
 
     def _complete(self, group: Any, *, last: bool) -> None:
         """Put zeros where this rank has no gradient, before the unit's are reduced."""
@@ -325,8 +329,8 @@ def _groups_of(unit: Any) -> list[Any]:
     return [group for group in several or [state._fsdp_param_group] if group is not None]
 
 
-def _state(unit: Any) -> Any:
-    return unit._get_fsdp_state()
+#: what torch knows of a unit
+_state = methodcaller("_get_fsdp_state")
 
 
 def _unpatch(objects: Iterable[Any], *names: str) -> None:

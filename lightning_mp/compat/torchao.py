@@ -5,7 +5,8 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, cast
+from operator import methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,21 +112,20 @@ def weight(data: Tensor, scale: Tensor, dtype: torch.dtype, *, emulate: bool) ->
     return tensors.Float8TrainingTensor(data.view(torch.float8_e4m3fn), scale, dtype, how, gemm_input_role=role)
 
 
-def set_scale(tensor: Tensor, scale: Tensor) -> None:
+def set_scale(tensor: Any, scale: Tensor) -> None:
     """Give a tensor made by ``weight`` the scale of other bytes."""
-    cast("Any", tensor)._scale = scale
+    tensor._scale = scale
 
 
-def restored(tensor: Tensor) -> Tensor:
-    """A tensor that holds FP8, in what it gives itself out as."""
-    return cast("Any", tensor).to_original_precision()
+#: a tensor that holds FP8, in what it gives itself out as
+restored = methodcaller("to_original_precision")
 
 
-def held_dtype(tensor: Tensor) -> torch.dtype:
+def held_dtype(tensor: Any) -> torch.dtype:
     """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
     if type(tensor).__name__ == "MXTensor":
-        return cast("Any", tensor).qdata.dtype
-    return cast("Any", tensor)._data.dtype if holds_fp8(tensor) else tensor.dtype
+        return tensor.qdata.dtype
+    return tensor._data.dtype if holds_fp8(tensor) else tensor.dtype
 
 
 def holds_fp8(tensor: Tensor) -> bool:

@@ -30,20 +30,19 @@ def kept_in_fp32(module: nn.Module, storage: str) -> list[str]:
 
 def initialiser(module: nn.Module) -> Callable[[nn.Module], Any] | None:
     """What initialises the tensors of a module within this model, if the model has it."""
-    found = getattr(module, "_init_weights", None)
-    return found if callable(found) else None
+    method = getattr(module, "_init_weights", None)
+    return method if callable(method) else None
 
 
-def checkpointing_function(module: nn.Module) -> Callable[..., Any] | None:
+def checkpointing_function(module: nn.Module) -> Any:
     """What runs the module's blocks where ``gradient_checkpointing`` is on."""
-    found = getattr(module, "_gradient_checkpointing_func", None)
-    return found if callable(found) else None
+    return getattr(module, "_gradient_checkpointing_func", None)
 
 
 def conv1d() -> tuple[type[nn.Module], ...]:
     """The class of GPT-2's linear layers, if anything has imported it."""
-    found = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-    return () if found is None else (found,)
+    cls = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return () if cls is None else (cls,)
 
 
 @contextmanager

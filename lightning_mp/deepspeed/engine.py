@@ -220,9 +220,7 @@ class GradientsElsewhere(TorchFunctionMode):
     Reading it warns once. Setting it, or clipping by it, would change nothing and raises.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._warned = False
+    _warned = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

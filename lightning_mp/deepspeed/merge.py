@@ -176,12 +176,10 @@ def add_trainer(
 ) -> dict[str, Any]:
     """A copy of a config with what the Trainer decides: clipping, accumulation and the batch.
 
-    Every value that JSON and Trainer give differently is noted, with both. Clipping that stands in the JSON alone is
-    kept, and the caller clips by it.
+    ``config`` is a composed one. Every value that JSON and Trainer give differently is noted, with both. Clipping that
+    stands in the JSON alone is kept, and the caller clips by it.
     """
-    merged = without_unset(config)
-    own, wrong = check("", {key: merged[key] for key in (_CLIP, _STEPS, _BATCH, _MICRO) if key in merged})
-    faults.extend(wrong.values())
+    own = without_unset(config)
     for key, value, words in (
         (_CLIP, clip_norm, "Trainer(gradient_clip_val={})"),
         (_STEPS, accumulate, "Trainer(accumulate_grad_batches={})"),
@@ -200,7 +198,7 @@ def add_trainer(
         given = f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}"
         faults.add(given, fix=f"write {_BATCH}: {product}, or leave it out")
     clip = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # left out, DeepSpeed would clip at 1.0
-    return merged | {_CLIP: clip, _STEPS: steps, _MICRO: micro}
+    return own | {_CLIP: clip, _STEPS: steps, _MICRO: micro}
 
 
 # ---------------------------------------------------------------------- for DeepSpeed alone
@@ -212,11 +210,6 @@ _RUN_IT = "run the plan itself, strategy='mp_deepspeed_zero2'"
 
 class DeepSpeedJson:
     """The part of a plan that reads and writes DeepSpeed's JSON."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def policy(self) -> PrecisionPolicy: ...
 
     #: what became of every key of the JSON that the plan was read from; ``None`` where it was not
     deepspeed_notes: DeepSpeedNotes | None = None
@@ -256,7 +249,7 @@ class DeepSpeedJson:
             PlanError: what DeepSpeed would carry out with other numbers (growth and backoff factors, true modes, …);
                 every fault is named at once, and no file is written.
         """
-        policy = self.policy
+        policy: PrecisionPolicy = cast("Any", self).policy
         config: dict[str, Any] = {
             _MICRO: train_micro_batch_size_per_gpu,
             _STEPS: gradient_accumulation_steps,
@@ -286,15 +279,15 @@ def _unsaid(policy: PrecisionPolicy, back: PrecisionPolicy, faults: Faults) -> l
 
     The scale's rule: deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler.
     """
-    wanted, found = policy.to_dict(), back.to_dict()
-    wanted["pins"], found["pins"] = {pin.pattern: pin.dtype for pin in policy.pins}, {}
+    wanted, again = policy.to_dict(), back.to_dict()
+    wanted["pins"], again["pins"] = {pin.pattern: pin.dtype for pin in policy.pins}, {}
     if policy.loss_scaling is not None and not policy.loss_scaling.dynamic:  # nothing but the scale is read
-        wanted["loss_scaling"] = found["loss_scaling"]
+        wanted["loss_scaling"] = again["loss_scaling"]
     lines: list[str] = []
     for field, value in wanted.items():
-        own, there = {field: value}, {field: found[field]}
-        if isinstance(value, dict) and found[field]:
-            own, there = ({f"{field}.{part}": one for part, one in block.items()} for block in (value, found[field]))
+        own, there = {field: value}, {field: again[field]}
+        if isinstance(value, dict) and again[field]:
+            own, there = ({f"{field}.{part}": one for part, one in block.items()} for block in (value, again[field]))
         for path, one in own.items():
             if one == there[path]:
                 continue

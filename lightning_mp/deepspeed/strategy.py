@@ -2,8 +2,8 @@
 
 import os
 from argparse import Namespace
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import without_file_protocol
+from lightning_mp.checkpoints.formats import CheckpointFormatError, is_remote_path, without_file_protocol
 from lightning_mp.checkpoints.full import loads_alike, resumable
 from lightning_mp.compat import deepspeed as compat
 from lightning_mp.compat import patched, require_versions
@@ -40,6 +40,9 @@ from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights, set_learning_rates
+
+_REMOTE = "'{}' for DeepSpeed's checkpoints, whose files go to a local disk alone"
+_LOCAL = "give ModelCheckpoint(dirpath=...) a local folder, or use strategy='mp_fsdp2', whose shards go anywhere"
 
 
 class InsideEngine(ForwardRedirection):
@@ -82,6 +85,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
 
     plan_engine = ZeroEngine
     own_format = "deepspeed"
+    saves_folders = True
+    #: Lightning accumulates, as under any strategy; DeepSpeed is told which backward pass is the last
+    handles_gradient_accumulation: Any = False
+    block_backward_sync: Any = nullcontext
     #: by param group in the engine, the index of the user's that it was split off
     _source_group: Sequence[int] = ()
     #: while it trains, the param groups that stage 1 or 2 holds in half precision
@@ -105,8 +112,12 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         require_versions("strategy", "deepspeed")
         if config is None:
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)  # Lightning's own place for it
-        self._zero = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
-        super().__init__(**cast("Any", self._zero), **host)
+        self._zero: dict[str, Any] = {
+            "stage": stage,
+            "offload_optimizer": offload_optimizer,
+            "offload_parameters": offload_parameters,
+        }
+        super().__init__(**self._zero, **host)
         self._host_defaults = self.config
         self._given = None if config is None else load_json(config)
         self._stage, self.half_weights = stage, half_weights
@@ -121,8 +132,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         """The JSON for ``policy``: the user's merged with the plan's, over Lightning's defaults."""
         from deepspeed.accelerator import get_accelerator
 
-        supported = bool(cast("Any", get_accelerator()).is_fp16_supported())
-        composed = merge.compose(policy, self._given, faults, **cast("Any", self._zero), fp16_supported=supported)
+        accelerator: Any = get_accelerator()
+        supported = bool(accelerator.is_fp16_supported())
+        composed = merge.compose(policy, self._given, faults, **self._zero, fp16_supported=supported)
         return merge.over(self._host_defaults, composed)
 
     def _load_config(self, config: JsonLike | None) -> None:
@@ -145,26 +157,16 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             self.set_world_ranks()
             self._init_deepspeed_distributed()
 
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Lightning accumulates, as under any strategy; DeepSpeed is told which backward pass is the last."""
-        return False
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        yield
-
-    @property
-    def _engine(self) -> ZeroEngine:
-        return cast("ZeroEngine", plan_of(self).engine)
-
     # ------------------------------------------------------------------ the model
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> dict[str, Any]:
         """The JSON for the run at hand; notes what ZeRO cannot do, and changes nothing."""
         lightning_module = cast("LightningModule", module)
         trainer = lightning_module.trainer
-        self.check_remote_folders(faults)
+        saving: list[Any] = trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else []
+        folders = dict.fromkeys(getattr(callback, "dirpath", None) or "" for callback in saving)
+        for folder in filter(is_remote_path, folders):
+            faults.add(_REMOTE.format(folder), fix=_LOCAL)
         by_norm = trainer.gradient_clip_algorithm != "value"
         if not by_norm and trainer.gradient_clip_val:
             faults.add("gradient_clip_algorithm='value' with ZeRO", fix="clip by norm, or use strategy='mp_fsdp2'")
@@ -213,10 +215,6 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         if optimizer is not None:
             with Faults("strategy") as faults:
                 self._engine.check_optimizers([optimizer], faults)
-                given: Any = (self.config or {}).get("scheduler")
-                if lr_scheduler is not None and given is not None:
-                    both = f"scheduler={given!r} in the JSON and {type(lr_scheduler).__name__} in configure_optimizers"
-                    faults.add(both, fix="remove one")
             self._source_group = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, names)
         for parameter in model.parameters():
             compat.cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
@@ -266,19 +264,16 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         fp32 = (weight for weight in weights if weight.tensor.dtype == torch.float32)
         return {id(weight.tensor): weight.name for weight in fp32 if self._stage == 3 or weight.tensor.dim() > 1}
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
+    def model_sharded_context(self) -> Any:
         """Modules made in it are partitioned at once under stage 3, in fp32."""
         if self._stage < 3:
-            yield
-            return
+            return nullcontext()
         import deepspeed
 
         # fp32 is stored where no half engine is on; a dtype given to it may become bf16 (Init._set_dtype)
         zero = merge.over(self._host_defaults, merge.without_unset(self._given or {}))["zero_optimization"]
         config = {"zero_optimization": zero | {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
-        with deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config):
-            yield
+        return deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config)
 
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
@@ -315,12 +310,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def saves_folders(self) -> bool:
-        return True
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save through DeepSpeed; schedulers as if no param group had been split."""
+        if is_remote_path(filepath):
+            raise CheckpointFormatError(_REMOTE.format(filepath), _LOCAL)
         if self.deepspeed_engine.checkpoint_engine is None:
             refuse(
                 "trainer.save_checkpoint() after trainer.validate() or test() with ZeRO-3, whose engine then has no "
@@ -360,12 +353,13 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         if checkpoint.pop("optimizer_states", None):
             rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
         state = checkpoint["state_dict"]
+        zero: Any
         if self._stage < 3:
             module.load_state_dict(state, strict=module.strict_loading)
         else:
             load_full_state(module, state, strict=module.strict_loading)
         for zero in self.optimizers:
-            cast("Any", zero).refresh_fp32_params()
+            zero.refresh_fp32_params()
 
 
 def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, int], faults: Faults) -> None:

@@ -157,10 +157,8 @@ class ShardReads(TorchFunctionMode):
     Torch would go on with the piece, or fail later without a name. What takes a weight's shape or dtype alone, as
     ``weight.new_zeros(...)`` does, gives a plain tensor, as under DDP.
 
-    Args:
-        module: whose step is watched.
-        pieces: what this rank holds of weights; ``None``: every parameter.
-        away: whether one of them is sharded at that moment.
+    ``pieces`` are what this rank holds of weights (``None``: every parameter), ``away`` says whether one of them is
+    sharded at that moment.
     """
 
     def __init__(
@@ -212,16 +210,11 @@ def _refused(name: str) -> PlanError:
 
 
 class FirstForward:
-    """Compares the ranks in the first forwards of ``root``, until ``release``; each comparison is a device sync.
+    """Compares which ``units`` the ranks enter, and in which order, until ``release``; each time is a device sync.
 
-    Args:
-        root: its first forward in training is compared, and the first in evaluation.
-        units: by name; ranks have to enter the same ones, in one order.
-        device: of the numbers that are compared.
-        gathers: whether the weights of a unit that is about to run have to be gathered.
-        compiled: whether a part is compiled, which the hooks must not be.
-        again: compare each later forward in training at its end, before backward gathers what a rank has used.
-        group: over whom; ``None``: all.
+    In the first forward of ``root`` in training, and the first in evaluation, at each unit whose weights it has to
+    gather; with ``again`` also at the end of each later one in training, before backward gathers what a rank has used.
+    The hooks are not compiled where a part is ``compiled``.
     """
 
     def __init__(

@@ -76,10 +76,10 @@ class Saves:
     def remove(self, remove: Callable[[], object]) -> None:
         """Remove an older checkpoint, once the one that is being written is whole."""
         writing = self._writing
-        if writing is None or self._thread is None:
+        if writing is None:
             remove()
-        else:
-            self._thread.submit(lambda: None if writing.exception() else remove())
+        else:  # in the thread that calls it where it is over already
+            writing.add_done_callback(lambda done: None if done.exception() else remove())
 
     def wait(self) -> None:
         """Wait for what is being written; raises whatever ended it."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial, partialmethod
 from typing import Any, cast
@@ -50,22 +49,18 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.for_strategy import check_users_sharding
-from lightning_mp.policy import FP8
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights
 
 #: the blocks to compile, the units that are not the root, inner ones first, and tensor-parallel styles by name
 Layout = tuple[list[nn.Module], list[nn.Module], dict[str, ParallelStyle]]
 
 
-@dataclass(eq=False)
-class _InFP8:
+class _InFP8(sharding_compat.GatherExtension):
     """What FSDP2 asks a shard for: what to send, and what to make of what came. Not copied with the shard."""
 
-    gather: sharding_compat.GatherExtension
     module: nn.Module
     emulate: bool
-    local: Tensor = field(init=False)
-    scale: Tensor = field(init=False)
+    scale: Tensor
 
     def __deepcopy__(self, memo: Any) -> _InFP8:
         return self
@@ -73,7 +68,7 @@ class _InFP8:
     def before(self, mesh: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         # As bytes: gloo has no FP8.
         data = torchao.rounded(self.local.detach(), self.scale).view(torch.uint8)
-        missing = -(-self.gather.shard.shape[0] // mesh.size()) - data.shape[0]
+        missing = -(-self.shard.shape[0] // mesh.size()) - data.shape[0]
         return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), self.scale
 
     def after(self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
@@ -83,33 +78,6 @@ class _InFP8:
         return None
 
 
-class FP8Gather:
-    """Switches between gathering ``modules``' weights in FP8, while the plan trains, and as they are stored.
-
-    The shards stay plain fp32 tensors: what FSDP2 asks for hangs on them as attributes, which no state dict has.
-    """
-
-    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], group: Any, rule: FP8) -> None:
-        owners = {id(module.weight): module for module in modules}
-        gathers = (one for one in sharding_compat.GatherExtension.of(root) if id(one.shard) in owners)
-        self._shards = [_InFP8(one, owners[id(one.shard)], rule.emulate) for one in gathers]
-        self._group, self._rule = group, rule
-
-    @torch.no_grad()
-    def before_step(self, *, training: bool) -> None:
-        """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
-        in_fp8 = training or self._rule.evaluate == "fp8"
-        if in_fp8:
-            for one in self._shards:
-                one.local = one.gather.local()
-            amax = torch.stack(list(norms([one.local for one in self._shards], torch.inf)))
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
-            for one, scale in zip(self._shards, torchao.scales(amax).unbind(), strict=True):
-                one.scale = scale
-        for one in self._shards:  # of which one that fell back to bf16 is no longer converted
-            one.gather.use((one.before, one.after) if in_fp8 and is_converted(one.module) else None)
-
-
 class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
@@ -117,9 +85,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         wrap: module classes, names of classes or patterns that become shard units; by default transformers'
             ``_no_split_modules``, else modules of 100M parameters.
         device_mesh: ``(replicas, shards)``: shard within a group, replicate across groups (HSDP).
-        data_parallel_size: ranks with data of their own, as in Lightning; by default what the others leave.
         tensor_parallel: ranks that split each layer between them, within the data-parallel ones.
-        tensor_parallel_size: the same, by Lightning's name.
         tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
         compile: ``torch.compile`` each block before it is sharded.
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
@@ -139,14 +105,12 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     plan_engine = ShardedEngine
     own_format = "sharded"
 
-    def __init__(  # noqa: PLR0913  what it takes of Lightning's strategy, and what is its own
+    def __init__(
         self,
         *,
         wrap: Wrap = None,
         device_mesh: tuple[int, int] | None = None,
-        data_parallel_size: int | str = "auto",
         tensor_parallel: int = 1,
-        tensor_parallel_size: int | str = "auto",
         tp_plan: tensor_parallel.Plan | None = None,
         compile: bool = False,
         cpu_offload: bool = False,
@@ -164,11 +128,13 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._options, self._compile, self._wrap = options, compile, wrap
         self._offloads = cpu_offload or isinstance(options.get("offload_policy"), CPUOffloadPolicy)
         self._mesh: tuple[int, int] | None = device_mesh
-        self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
-        self._shards, self._tp_plan = data_parallel_size, tp_plan
+        self._tensor_parallel, self._tp_plan = tensor_parallel, tp_plan
         self._sharded = self._backward_inside = False
-        self._fp8_gather: FP8Gather | None = None
+        #: the weights that are gathered in FP8 while it trains. Their shards stay plain fp32 tensors: what FSDP2 asks
+        #: for hangs on them as attributes, which no state dict has
+        self._in_fp8: list[_InFP8] = []
         self._saves = Saves(later=async_save)
+        self.saves_folders = save_distributed_checkpoint
 
     # ------------------------------------------------------------------ processes
 
@@ -197,8 +163,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
         size = max(self._tensor_parallel, 1)
-        shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
-        replicas, shards = self._mesh or (1, shards)
+        replicas, shards = self._mesh or (1, max(world // size, 1))
         return replicas, shards, size
 
     @property
@@ -248,7 +213,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Change the user's module; the order of these steps is part of what they do."""
         plan, module, device = plan_of(self), self._user_module, self.root_device
         layout: Layout | None = plan.apply(module)  # casts, FP8, pins, checkpointing
-        assert plan.engine is not None
+        engine = self._engine
 
         def make_whole(part: nn.Module) -> None:  # a device holds one module in full at a time
             materialize(part, module, device, device)
@@ -268,14 +233,16 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         # FSDP2's own param_dtype casts all a unit has, norms and embeddings too, and adds the gradients of a weight
         # that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
         # autocast keeps no copy of them until the backward pass.
-        free = survey(module, plan.engine.pin_map, plan.policy)
+        free = survey(module, engine.pin_map, plan.policy)
         names = {(id(part), key): weight.name for weight in free for _, part, key in weight.places}
         sharding_compat.gather_halves(module, names, to_torch(plan.policy.compute_dtype), AutocastWeight)
-        rule = plan.policy.fp8
-        self._fp8_gather = None
-        if rule is not None and rule.all_gather and self._sharded:
-            group = self._shard_mesh.get_group(-1)
-            self._fp8_gather = FP8Gather(module, plan.engine.converted, group, rule)
+        rule = cast("Any", plan.policy.fp8)
+        gathers_fp8 = getattr(rule, "all_gather", False) and self._sharded
+        converted = {id(one.weight): one for one in engine.converted} if gathers_fp8 else {}
+        self._in_fp8 = [one for one in _InFP8.of(module) if id(one.shard) in converted]
+        self._fp8_group: Any = self._shard_mesh.get_group(-1) if self._in_fp8 else None
+        for one in self._in_fp8:
+            one.module, one.emulate = converted[id(one.shard)], rule.emulate
 
     def teardown(self) -> None:
         """Wait for a checkpoint; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
@@ -301,8 +268,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         plan, module, training = self.precision_plugin, self.lightning_module, method == "training_step"
         assert module is not None
         manual = training and not module.automatic_optimization
-        if self._fp8_gather is not None:
-            self._fp8_gather.before_step(training=training)
+        if self._in_fp8:
+            self._scale_fp8(training)
         patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
         # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -318,6 +285,18 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if isinstance(module, FSDPModule) and (not training or manual or output is None):
             module.reshard()
         return output
+
+    @torch.no_grad()
+    def _scale_fp8(self, training: bool) -> None:
+        """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
+        in_fp8 = training or cast("Any", plan_of(self).policy.fp8).evaluate == "fp8"
+        if in_fp8:
+            amax = torch.stack(list(norms([one.local for one in self._in_fp8], torch.inf)))
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._fp8_group)
+            for one, scale in zip(self._in_fp8, torchao.scales(amax).unbind(), strict=True):
+                one.scale = scale
+        for one in self._in_fp8:  # of which one that fell back to bf16 is no longer converted
+            one.use(in_fp8 and is_converted(one.module))
 
     training_step: Any = partialmethod(_as_forward, "training_step", "train_step_context")
     validation_step: Any = partialmethod(_as_forward, "validation_step", "val_step_context")
@@ -350,10 +329,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def saves_folders(self) -> bool:
-        return self._save_distributed_checkpoint
-
     def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if storage_options is not None:
             raise TypeError("storage_options= with a folder of shards, which no CheckpointIO writes: leave it out")
@@ -379,7 +354,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
-        if self._save_distributed_checkpoint:
+        if self.saves_folders:
             return super().optimizer_state(optimizer)
         keep = self.global_rank == 0
         content = by_parameter(
@@ -404,10 +379,6 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         }
         ours = any(entry.startswith("state_dict.") for entry in held)  # Lightning's FSDP1 calls it "model"
         return ours and wanted <= {entry.rpartition(".")[0] for entry in held}
-
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        yield
 
 
 class PlanHSDPStrategy(PlanFSDP2Strategy):

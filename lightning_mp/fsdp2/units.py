@@ -40,17 +40,9 @@ def units(
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Cut ``root`` into shard units without changing anything; the root takes what no other unit has.
 
-    Args:
-        root: the module, or a part of that which ``pin_map`` was made for.
-        wrap: module classes, their names, or patterns; ``None`` takes transformers' ``_no_split_modules``, else modules
-            of 100M parameters.
-        pin_map: the pins.
-        stored: tells the dtype a parameter will be stored in.
-        faults: takes patterns that match nothing, and units that would hold two dtypes.
-        together: what is pinned to this dtype stays in the unit around it.
-
-    Returns:
-        Repeated blocks, in forward order: what is compiled. Blocks and pinned modules, inner ones first.
+    ``root`` may be a part of what ``pin_map`` was made for. Noted are patterns of ``wrap`` without a match, and units
+    that would hold two dtypes. What is pinned to the dtype ``together`` stays in the unit around it. Returns repeated
+    blocks, in forward order, which is what is compiled; and blocks and pinned modules, inner ones first.
     """
     blocks = _blocks(root, wrap, faults)
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
@@ -252,7 +244,7 @@ _FLOATING = (*TORCH_DTYPES.values(), torch.float64)
 
 def cannot_initialise(model: nn.Module, faults: Faults) -> None:
     """Note modules on the meta device that nothing says how to initialise."""
-    for name, module in (("", model), *named_submodules(model)):
+    for name, module in model.named_modules():
         if any(one.is_meta for one in _own(module).values()) and not _initialisers(module, model):
             faults.add(
                 f"module {name or type(model).__name__!r} on the meta device, which has no reset_parameters()",
@@ -266,7 +258,7 @@ def materialize(
     """Make what ``unit`` has on the meta device at ``place``, initialise it, and broadcast rank 0's values.
 
     Ties hold; the first owner of a tied weight decides its values. ``device`` is what the ranks communicate over.
-    Without ``recurse`` only what is ``unit``'s own is made, not what is in modules below it.
+    Without ``recurse`` only what is ``unit``'s own is made.
 
     Raises:
         PlanError: a module's initialisation left a tensor untouched.

@@ -20,12 +20,11 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import deepspeed as compat
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
-from lightning_mp.compat.torch import takes_flag
 from lightning_mp.fsdp2.engine import flat_groups
 from lightning_mp.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.health.throughput import FLOPS, SECONDS, Processed
 from lightning_mp.modules.remote import is_remote
-from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
+from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares, takes_flag
 from lightning_mp.record import metric_names
 
 Values = dict[str, float | None]

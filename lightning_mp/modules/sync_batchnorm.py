@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
-from lightning_mp.compat.torch import is_batch_norm
+from lightning_mp.compat.torch import BATCH_NORM
 from lightning_mp.errors import Faults
 from lightning_mp.modules.patterns import Swapped, named_submodules, original_class, swap_all
 
@@ -62,7 +62,7 @@ def _normalize(module: Any, given: Tensor) -> Tensor:
 
 def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
     """The batch norms below ``root``; those whose class does more in its forward than normalize are noted."""
-    norms = {module: name for name, module in named_submodules(root) if is_batch_norm(module)}
+    norms = {module: name for name, module in named_submodules(root) if isinstance(module, BATCH_NORM)}
     for module, name in norms.items():
         own = original_class(module)
         if own.forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):

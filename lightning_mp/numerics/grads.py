@@ -173,7 +173,9 @@ def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     for by_dtype in _places(tensors).values():
         alike: list[Tensor] = []
         for dtype, places in by_dtype.items():
-            found = compat.norms([tensors[place] for place in places], 2, torch.float32 if dtype in HALF else None)
+            found = compat.norms(
+                [tensors[place] for place in places], 2, dtype=torch.float32 if dtype in HALF else None
+            )
             alike.append(torch.stack([*found]).to(torch.float32))
         moved = (torch.cat(alike) if len(alike) > 1 else alike[0]).to(device)  # together: a copy from elsewhere waits
         for place, norm in zip(chain.from_iterable(by_dtype.values()), moved.unbind(), strict=True):
@@ -201,7 +203,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
     # torch's fused optimizers copy the flag to the host without waiting for it, and their kernel reads it at once
     offloaded = found_inf.device.type != "cpu" and any(one.device.type == "cpu" for one in parameters_of(optimizer))
     first = isinstance(optimizer, torch.optim.SGD) and _makes_momentum(optimizer)
-    if not compat.takes_flag(optimizer) or offloaded or first:
+    if not takes_flag(optimizer) or offloaded or first:
         return None if read(found_inf) else optimizer.step(**kwargs)
     flagged = cast("Any", optimizer)
     flagged.grad_scale, flagged.found_inf = None, found_inf
@@ -209,6 +211,14 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
         return optimizer.step(**kwargs)
     finally:
         del flagged.grad_scale, flagged.found_inf
+
+
+def takes_flag(optimizer: Optimizer) -> bool:
+    """Whether the optimizer (a fused one) unscales, and skips by ``found_inf``, on the device."""
+    # a wrapper hands on what the optimizer in it says, which sees no flag
+    own = vars(optimizer).get(compat.TAKES_FLAG, getattr(type(optimizer), compat.TAKES_FLAG, False))
+    # a group from a checkpoint may be without ``fused``
+    return own is True and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def _makes_momentum(optimizer: Optimizer) -> bool:

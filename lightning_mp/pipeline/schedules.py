@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,8 @@ class PipelineEngine(StepEngine):
             self._connected.enter_context(sum_total_norms(self, self._stages))
 
     def _stages(self) -> grads.Groups:
-        return (cast("Any", trainer_of(self._module)).strategy.stage_group,)
+        trainer: Any = trainer_of(self._module)
+        return (trainer.strategy.stage_group,)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all stages, in fp32."""

@@ -8,9 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.compat.lightning import LightningModule
 from lightning_mp.errors import Faults
@@ -34,15 +31,15 @@ def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
     own: Any = getattr(module, "pipeline_stage", None)
     if own is not None:
         return cast("MakeStage", own)
-    found = [(part, shape) for part in module.modules() if (shape := _shape(part)) is not None]
-    if len(found) != 1:
+    models = [(part, shape) for part in module.modules() if (shape := _shape(part)) is not None]
+    if len(models) != 1:
         faults.add(
-            f"{type(module).__name__} without pipeline_stage(index, count), and with {len(found)} models that are cut "
+            f"{type(module).__name__} without pipeline_stage(index, count), and with {len(models)} models that are cut "
             "without it",
             fix=f"define pipeline_stage(self, index, count), or use one of {', '.join(_SHAPES)}",
         )
         return None
-    model, shape = found[0]
+    model, shape = models[0]
     layers = len(getattr(getattr(model, shape.body), shape.layers))
     if count > layers:
         faults.add(
@@ -55,13 +52,6 @@ def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
 
 def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
     """Where each parameter goes; notes what is tied across stages, what is in none, and what is not the module's."""
-    beside = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
-    wrapped = [one for one in module.modules() if isinstance(one, beside) or type(one).__name__ == "DeepSpeedEngine"]
-    if wrapped or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        faults.add(
-            "a module that is sharded or wrapped already cannot be cut into pipeline stages",
-            fix="leave out fully_shard, parallelize_module, FSDP1, DDP and DeepSpeed; shard=True shards each stage",
-        )
     cannot_initialise(module, faults)
     make = None if faults.found else _maker(module, count, faults)
     if make is None:

@@ -218,11 +218,11 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             )
         if faults.found or known is not None:
             return known
-        found = cut(model, self._count, faults)
-        if found is not None and not faults.found and self._shards_stages:
+        how = cut(model, self._count, faults)
+        if how is not None and not faults.found and self._shards_stages:
             for index in range(self._count):
-                units_of(found.make(index, self._count), engine, faults)
-        return found
+                units_of(how.make(index, self._count), engine, faults)
+        return how
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -230,10 +230,10 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         if self.replica_group.size() == 1:
             keep_sampler(trainer)
         plan, module, fitting = plan_of(self), self._user_module, trainer.state.fn == TrainerFn.FITTING
-        found: Cut = plan.apply(module)
+        how: Cut = plan.apply(module)
         if self._cut_from is not module:
-            self._cut_from, self._cut = module, found
-            self._keep_stages(module, found, plan)
+            self._cut_from, self._cut = module, how
+            self._keep_stages(module, how, plan)
         self._made, self._shapes, self._compared = {}, None, None
         own = [parameter for part in self._parts.values() for parameter in part.parameters()]
         self._gradients = StashedGradients(own, sharded=self._shards_stages)
@@ -250,20 +250,19 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _keep_stages(self, model: LightningModule, found: Cut, plan: MixedPrecisionPlan) -> None:
+    def _keep_stages(self, model: LightningModule, how: Cut, plan: MixedPrecisionPlan) -> None:
         """Keep what this rank's stages have; what is on the meta device every rank makes module by module."""
-        device, mine, engine = self.root_device, self._mine, plan.engine
-        assert engine is not None
+        device, mine, engine = self.root_device, self._mine, self._engine
         broadcast_from_first(model, device)
         for name, module in model.named_modules():
             materialize(module, model, device, device, recurse=False)
             own = dict(module.named_parameters(recurse=False))
-            homes = {key: found.homes.get(f"{name}.{key}" if name else key, mine[0]) for key in own}
+            homes = {key: how.homes.get(f"{name}.{key}" if name else key, mine[0]) for key in own}
             local = {key: one for key, one in own.items() if homes[key] in mine}
             for tensor in (*local.values(), *module.buffers(recurse=False)):
                 tensor.data = tensor.data.to(device)
             free_remote(name, module, local, device)
-        made = {index: found.make(index, self._count) for index in mine}
+        made = {index: how.make(index, self._count) for index in mine}
         self._parts = {index: Part(stage, model, plan.forward_context) for index, stage in made.items()}
         for part in self._parts.values() if self._shards_stages else ():
             with Faults("strategy") as faults:
@@ -287,11 +286,10 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
-        trainer, plan = self._user_module.trainer, plan_of(self)
-        assert plan.engine is not None
+        trainer = self._user_module.trainer
         inputs, target = self._batch(args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        with plan.engine.training_step(), self._gradients.stashing(afresh=afresh):
+        with self._engine.training_step(), self._gradients.stashing(afresh=afresh):
             with self._stream.drawn():
                 loss = self._run(inputs, target, self._pieces, "step")
             for name, parameter in self._user_module.named_parameters():
@@ -301,7 +299,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                         "put what a loss adds for weights into the optimizer (weight_decay), or use strategy='mp_ddp'",
                     )
             if self.replica_group.size() > 1 and not self.shard and not accumulates(trainer):
-                average(self._gradients.parameters, self.replica_group, to_torch(plan.policy.reduce_dtype))
+                average(self._gradients.parameters, self.replica_group, to_torch(plan_of(self).policy.reduce_dtype))
         self._user_module.log("train_loss", loss, batch_size=len(inputs[0]))
         return self._gradients.loss(loss)
 
@@ -318,14 +316,14 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
     def _batch(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of a batch, for which the stages are set to train or to evaluate as the module is."""
-        module = self._user_module
+        module: Any = self._user_module
         for part in self._parts.values():
             part.train_own(module.training)
-        pair = cast("Any", module).pipeline_batch(batch)
-        if not isinstance(pair, tuple) or len(cast("tuple[Any, ...]", pair)) != 2:
+        pair: Any = module.pipeline_batch(batch)
+        if not issubclass(type(pair), tuple) or len(pair) != 2:
             raise refused(f"pipeline_batch, which returned {type(pair).__name__}", "return (inputs, target)")
-        inputs, target = cast("tuple[Any, Any]", pair)
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        inputs: Any = pair[0] if isinstance(pair[0], tuple) else pair[:1]
+        target = pair[1]
         tensors: list[Tensor] = [*tensors_in(inputs), *tensors_in(target)]
         rows = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
         if len(rows) != 1 or not all(isinstance(one, Tensor) for one in inputs):
@@ -334,7 +332,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                 "give every tensor the rows of the batch, or keep what has none in the module",
             )
         if training:
-            self._check_shapes(rows.pop(), [tensor.shape for tensor in cast("tuple[Tensor, ...]", inputs)])
+            self._check_shapes(rows.pop(), [tensor.shape for tensor in inputs])
         place = module.trainer.current_epoch, training
         if self._compared != place:
             self._compared = place
@@ -390,9 +388,9 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     def _loss_of(self, stage: WatchedStage, training: bool, output: Any, place: Tensor) -> Tensor:
         if stage.shapes_only:  # a loss of every number of the output
             return torch.stack([one.float().square().sum() for one in floating_in(output)]).sum()
-        plan, module = plan_of(self), self._user_module
-        with plan.forward_context():
-            loss = cast("Any", module).pipeline_loss(output, self._targets[int(place)])
+        module: Any = self._user_module
+        with plan_of(self).forward_context():
+            loss = module.pipeline_loss(output, self._targets[int(place)])
         trains = any(one.requires_grad for one in tensors_in(output))
         if not isinstance(loss, Tensor) or loss.ndim or (trains and not loss.requires_grad):
             what = tuple(loss.shape) if isinstance(loss, Tensor) and loss.ndim else type(loss).__name__
@@ -401,9 +399,9 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                 "return the mean over the rows of the micro-batch, computed from the output without detach() or item()",
             )
         self._losses.append(loss.detach())
-        if not training or plan.engine is None:
+        if not training:
             return loss
-        return plan.engine.scaler.scale(loss / (self._pieces * module.trainer.accumulate_grad_batches))
+        return self._engine.scaler.scale(loss / (self._pieces * module.trainer.accumulate_grad_batches))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: only the last stage has the output."""

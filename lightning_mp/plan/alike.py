@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.compat.torch_sharding import FSDP1_ROOT, left_out_by_ddp
+from lightning_mp.compat.torch_sharding import FSDP1_ROOT
 from lightning_mp.errors import Fault, Faults
 
 
@@ -61,14 +61,13 @@ def apart(numbers: Iterable[int], device: torch.device, group: Any = None, *, mi
 
 
 def _described(module: nn.Module) -> Iterator[str]:
-    left_out, pieces = left_out_by_ddp(module), FSDP1_ROOT in vars(module)
+    pieces = FSDP1_ROOT in vars(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name not in left_out:
-            trained = "trained" if tensor.requires_grad else "frozen"
-            kind = trained if isinstance(tensor, nn.Parameter) else "a buffer"
-            shape = "" if pieces else f" of {'no shape yet' if is_lazy(tensor) else tuple(tensor.shape)}"
-            meta = " on the meta device" if tensor.is_meta else ""
-            yield f"{name!r}{shape} in {str(tensor.dtype).removeprefix('torch.')}{meta}, {kind},"
+        trained = "trained" if tensor.requires_grad else "frozen"
+        kind = trained if isinstance(tensor, nn.Parameter) else "a buffer"
+        shape = "" if pieces else f" of {'no shape yet' if is_lazy(tensor) else tuple(tensor.shape)}"
+        meta = " on the meta device" if tensor.is_meta else ""
+        yield f"{name!r}{shape} in {str(tensor.dtype).removeprefix('torch.')}{meta}, {kind},"
 
 
 def _by_rank(values: Sequence[str]) -> str:

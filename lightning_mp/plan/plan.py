@@ -24,7 +24,6 @@ from lightning_mp.compat.lightning import (
     Trainer,
     TrainerFn,
     TrainerStatus,
-    check_copy,
     rank_zero_warn,
     tidy_output,
     trainer_of,
@@ -156,7 +155,6 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         Raises:
             PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
         """
-        check_copy(module, type(self).__name__)
         trainer = trainer_of(module)
         strategy = None if trainer is None else trainer.strategy
         zero = ["deepspeed"] if isinstance(strategy, DeepSpeedStrategy) else []

@@ -1,6 +1,6 @@
 """What the strategies share: the plan they run, checkpoints that every other one reads, and what none can run."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +21,7 @@ from lightning_mp.checkpoints.formats import (
 from lightning_mp.checkpoints.full import read_full
 from lightning_mp.compat.lightning import (
     LightningModule,
+    ParallelStrategy,
     Precision,
     Strategy,
     TorchCheckpointIO,
@@ -28,13 +29,12 @@ from lightning_mp.compat.lightning import (
     TrainerFn,
     WeightAveraging,
     callbacks,
-    check_copy,
     give_new_trainer,
     precision_word,
     rank_zero_info,
     trainer_of,
 )
-from lightning_mp.compat.torch import last_rates
+from lightning_mp.compat.torch import LAST_RATES
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.fsdp2.units import share_buffers
 from lightning_mp.modules.patterns import plain_name
@@ -42,7 +42,7 @@ from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.plan.plan import MixedPrecisionPlan
 
-_Base = Strategy if TYPE_CHECKING else object
+_Base = ParallelStrategy if TYPE_CHECKING else object
 _HOST_PLUGIN: Any = Strategy.precision_plugin
 #: the checkpoint's key for what this package adds to Lightning's own
 NOTES = "lightning_mp"
@@ -64,8 +64,8 @@ def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
 class PlanStrategy(_Base):
     """Runs the plan it was made for, the one that the Trainer has, or the one that ``precision=`` names.
 
-    Anything else is refused where it is given. One object serves many Trainers: each but the first gets a copy, as it
-    was made.
+    Anything else is refused where it is given. One of ``make_strategy`` serves many Trainers: each but the first gets
+    another like it.
     """
 
     #: the name and the plan that ``make_strategy`` was given
@@ -73,28 +73,26 @@ class PlanStrategy(_Base):
     made_for: MixedPrecisionPlan | None = None
     #: the name under which ``register_plan`` keeps that plan
     plan_name: str | None = None
+    #: whether every rank writes files of its own, instead of one by the CheckpointIO
+    saves_folders = False
     #: the format that the host strategy reads itself, if any
     own_format: Kind | None = "file"
-    #: the attributes before the first Trainer set its own
-    _as_made: dict[str, Any] | None = None
+    #: makes another one like it, for each Trainer that is given this one but the first
+    made_again: Callable[[], Strategy] | None = None
+    _in_use = False
 
     def _read_accelerator(self) -> Any:
         # The first that a Trainer reads of a strategy object. What an earlier one has set would contradict its own
         # accelerator=, plugins= and devices=.
-        if give_new_trainer(None):
-            if self._as_made is None:
-                self._as_made = _copied(self.__dict__)
-            else:
-                fresh: Any = object.__new__(type(self))
-                vars(fresh).update(_copied(self._as_made), _as_made=self._as_made)
+        if self.made_again is not None and give_new_trainer(None):
+            if self._in_use:
+                fresh: Any = self.made_again()
                 give_new_trainer(fresh)
                 return vars(fresh)["_accelerator"]
+            self._in_use = True
         return vars(self).get("_accelerator")
 
-    def _set_accelerator(self, value: Any) -> None:
-        vars(self)["_accelerator"] = value
-
-    _accelerator: Any = cast("Any", property(_read_accelerator, _set_accelerator))
+    _accelerator: Any = property(_read_accelerator, lambda self, value: vars(self).update(_accelerator=value))
 
     #: what ``sync_batchnorm=True`` means is left to the plan: Lightning would replace batch norms, pinned ones too. It
     #: is shown no more than the layer synchronization of a user's own class
@@ -103,15 +101,17 @@ class PlanStrategy(_Base):
     def _shown_layer_sync(self) -> Any:
         return None if type(self.given_layer_sync) is TorchSyncBatchNorm else self.given_layer_sync
 
-    def _take_layer_sync(self, value: Any) -> None:
-        self.given_layer_sync = value
-
-    _layer_sync: Any = cast("Any", property(_shown_layer_sync, _take_layer_sync))
+    _layer_sync: Any = property(_shown_layer_sync, lambda self, value: setattr(self, "given_layer_sync", value))
 
     @property
     def _user_module(self) -> LightningModule:
         assert self.lightning_module is not None, "outside of a run"
         return self.lightning_module
+
+    @property
+    def _engine(self) -> Any:
+        """What carries the plan out in the run at hand."""
+        return plan_of(self).engine
 
     def take_plan(self, plugin: Precision | None) -> None:
         # Not before: a Trainer refuses plugins= beside a strategy that has its own, be it the same.
@@ -124,8 +124,6 @@ class PlanStrategy(_Base):
         precision_plugin = property(_HOST_PLUGIN.fget, take_plan)
 
     def _plan_beside(self, plugin: Precision | None) -> Precision | None:
-        if not isinstance(plugin, MixedPrecisionPlan):
-            check_copy(plugin, type(self).__name__)
         plan = self.made_for
         if plugin is None or (plan is not None and plan.same_as(plugin)):
             return plugin
@@ -149,31 +147,14 @@ class PlanStrategy(_Base):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @property
-    def saves_folders(self) -> bool:
-        """Whether every rank writes files of its own, instead of one by the CheckpointIO."""
-        return False
-
-    def check_remote_folders(self, faults: Faults) -> None:
-        """Note a remote folder that a ModelCheckpoint of the fit would save DeepSpeed's files to."""
-        trainer = trainer_of(self.lightning_module)
-        fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        saving: list[Any] = cast("Any", trainer).checkpoint_callbacks if fitting else []
-        paths = dict.fromkeys(getattr(callback, "dirpath", None) or "" for callback in saving)
-        for folder in filter(is_remote_path, paths):
-            problem, fix = _remote(folder)
-            faults.add(problem, fix=fix)
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as the host does, with the dtypes that parameters and buffers are stored in."""
         checkpoint[NOTES] = {
             "dtypes": self.stored_dtypes(),
             "strategy": type(self).__name__,
-            "world_size": getattr(self, "world_size", 1),
+            "world_size": self.world_size,
         }
         path = str(without_file_protocol(self.broadcast(filepath)))
-        if self.own_format == "deepspeed" and is_remote_path(path):
-            raise CheckpointFormatError(*_remote(path))
         if self.saves_folders:
             self._save_folder(checkpoint, path, storage_options)
         elif not (is_remote_path(path) or self._users_io):
@@ -182,7 +163,7 @@ class PlanStrategy(_Base):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        first_of_node = cast("Any", self).local_rank == 0
+        first_of_node = self.local_rank == 0
         if first_of_node:
             folders.begin(path)
         self.barrier()
@@ -193,7 +174,7 @@ class PlanStrategy(_Base):
 
     def share_buffers(self) -> None:
         """Broadcast rank 0's saved buffers, as under DDP: the model is evaluated with what is saved."""
-        share_buffers(self._user_module, cast("Any", self).root_device)
+        share_buffers(self._user_module, self.root_device)
 
     def stored_dtypes(self) -> dict[str, str]:
         """The short dtype name of every floating parameter and buffer."""
@@ -281,11 +262,6 @@ class PlanStrategy(_Base):
             set_learning_rates(self.optimizers, checkpoint)
 
 
-def _remote(path: Any) -> tuple[str, str]:
-    fix = "give ModelCheckpoint(dirpath=...) a local folder, or use strategy='mp_fsdp2', whose shards go anywhere"
-    return f"{str(path)!r} for DeepSpeed's checkpoints, whose files go to a local disk alone", fix
-
-
 def sharded_like(target: Any, full: Any) -> Any:
     """``full``, sharded as ``target`` is if that is a DTensor of its shape."""
     if not isinstance(target, DTensor) or not isinstance(full, Tensor) or full.shape != target.shape:
@@ -302,15 +278,8 @@ def _held(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any]
 def set_learning_rates(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:
     """Give each optimizer's groups the learning rates of the checkpoint's schedulers."""
     for optimizer, state in zip(optimizers, checkpoint.get("lr_schedulers") or (), strict=False):
-        for group, rate in zip(optimizer.param_groups, last_rates(state), strict=False):
+        for group, rate in zip(optimizer.param_groups, state.get(LAST_RATES) or (), strict=False):
             group["lr"] = rate if not isinstance(group["lr"], torch.Tensor) else group["lr"].fill_(rate)
-
-
-def _copied(value: Any) -> Any:
-    """Containers anew, what is in them as it is: keywords may hold a user's modules."""
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in cast("dict[Any, Any]", value).items()}
-    return [_copied(item) for item in cast("list[Any]", value)] if type(value) is list else value
 
 
 def _written(plugin: Precision) -> str:
@@ -333,9 +302,8 @@ _UNFIT: dict[str, tuple[Any, ...]] = {
 
 def refuse_callbacks(module: Any, why: str, faults: Faults) -> None:
     """Note each callback of a fit that cannot work where weights are held as ``why``, a key of the table, says."""
-    trainer = trainer_of(module)
-    fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-    for callback in cast("Any", trainer).callbacks if fitting else ():
+    trainer: Any = trainer_of(module)
+    for callback in trainer.callbacks if trainer and trainer.state.fn == TrainerFn.FITTING else ():
         if isinstance(callback, _UNFIT[why]):
             name = type(callback).__name__
             faults.add(f"{name} with {why}", fix=f"remove {name}, or use strategy='mp_ddp'")

@@ -85,8 +85,8 @@ def trainer_kwargs(
 
 
 def _built(name: str, plan: MixedPrecisionPlan, overrides: dict[str, Any]) -> Strategy:
-    strategy = registry.build(name, plan.policy, overrides)
-    cast(PlanStrategy, strategy).made_for = plan
+    strategy: Any = registry.build(name, plan.policy, overrides)
+    strategy.made_for, strategy.made_again = plan, partial(_built, name, plan, overrides)
     return strategy
 
 

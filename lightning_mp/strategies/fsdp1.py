@@ -36,10 +36,8 @@ from lightning_mp.plan.engine import StepEngine
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights, set_learning_rates
 
 _INSTEAD = "use strategy='mp_fsdp2'"
-_THE_PLANS = "remove it: MixedPrecisionPlan(reduce_dtype=..., checkpointing='TheBlock') says that"
 #: keywords that are refused, and what to do
 _REFUSED = {
-    **dict.fromkeys(("mixed_precision", "activation_checkpointing", "activation_checkpointing_policy"), _THE_PLANS),
     **dict.fromkeys(("ignored_states", "ignored_modules", "ignored_parameters", "param_init_fn"), _INSTEAD),
     "auto_wrap_policy": "write wrap=[TheBlock], with the same classes",
 }
@@ -77,16 +75,6 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
 
     # ------------------------------------------------------------------ the model
 
-    @property
-    def mixed_precision_config(self) -> MixedPrecision:
-        # No param_dtype, as in fsdp2.units.shard.
-        return MixedPrecision(
-            reduce_dtype=to_torch(plan_of(self).policy.reduce_dtype),
-            cast_forward_inputs=False,
-            cast_root_forward_inputs=False,
-            **sharding_compat.LEAVE_ALL_MODULES,
-        )
-
     def check_plan(self, engine: StepEngine, module: Any, faults: Faults) -> Any:
         """Decide what is wrapped: a policy for FSDP; ``None`` where a run before did. Changes nothing."""
         refuse_callbacks(module, "FSDP1's flat parameters", faults)
@@ -123,8 +111,6 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         plan, module, fitting = plan_of(self), cast("Any", self.model), trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync:
-            module = self._layer_sync.apply(module)
         with _unwrapped(module) if FSDP1_ROOT in vars(module) else nullcontext():
             policy = plan.apply(module)
         if fitting:
@@ -136,7 +122,12 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             vars(module)[FSDP1_ROOT] = FullyShardedDataParallel(
                 module,
                 cpu_offload=CPUOffload(offload_params=False) if on_cpu else self.cpu_offload,
-                mixed_precision=self.mixed_precision_config,
+                mixed_precision=MixedPrecision(  # no param_dtype, as in fsdp2.units.shard
+                    reduce_dtype=to_torch(plan.policy.reduce_dtype),
+                    cast_forward_inputs=False,
+                    cast_root_forward_inputs=False,
+                    **sharding_compat.LEAVE_ALL_MODULES,
+                ),
                 sharding_strategy=self.sharding_strategy,
                 device_id=self.root_device,
                 auto_wrap_policy=policy,
@@ -149,11 +140,8 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         if fitting and not self.cpu_offload.offload_params:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """``wrap()`` in ``configure_model`` does nothing: flat parameters could no longer be cast."""
-        yield
-
+    #: ``wrap()`` in ``configure_model`` does nothing: flat parameters could no longer be cast
+    model_sharded_context: Any = nullcontext
     on_validation_start = on_test_start = on_predict_start = on_train_end = PlanStrategy.share_buffers
 
     # ------------------------------------------------------------------ checkpoints

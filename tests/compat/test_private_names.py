@@ -160,9 +160,10 @@ def _uses(tree: ast.Module) -> Iterator[tuple[int, str, str, bool]]:
         if isinstance(node, ast.Attribute):
             yield node.lineno, ast.unparse(node), node.attr, _is_self(node.value) and node.attr not in _FOREIGN
         elif isinstance(node, ast.Call):
-            reads = _called(node) in ("getattr", "hasattr", "setattr", "delattr")
+            reads = _called(node) in ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
             texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)] if reads else []
-            names = [str(name) for name in (*texts, *(keyword.arg for keyword in node.keywords))]
+            parts = [part for text in texts for part in str(text).split(".")]
+            names = [str(name) for name in (*parts, *(keyword.arg for keyword in node.keywords))]
             yield from ((node.lineno, name, name, False) for name in names)
         elif isinstance(node, ast.Constant) and node.value in _FOREIGN - slots:
             yield node.lineno, repr(node.value), str(node.value), False

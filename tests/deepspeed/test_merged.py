@@ -263,7 +263,5 @@ def test_any_json_composes_or_is_refused_and_stays_as_it_was(
     before = repr(user)
     names = ("offload_optimizer", "offload_parameters", "fp16_supported")
     with suppress(PlanError):  # either is right, anything else is not
-        composed(precision, user, stage=stage, **dict(zip(names, flags, strict=True)))
-    with suppress(PlanError):
-        with_trainer(user, clip_norm=1.0)
+        with_trainer(composed(precision, user, stage=stage, **dict(zip(names, flags, strict=True))), clip_norm=1.0)
     assert repr(user) == before

@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-from lightning_mp import PlanError
-from lightning_mp.strategies.fsdp1 import PlanFSDP1Strategy
+from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy
 from support.comparing import of_training, same_runs
 from support.manual import Manual
 from support.models import same_weights
@@ -79,7 +78,7 @@ def test_options_optimizers_and_models_mean_what_they_mean_under_ddp(ranks: Rank
     ("options", "said"),
     [
         ({"mixed_precision": MixedPrecision(reduce_dtype=torch.float16)}, "mixed_precision="),
-        ({"activation_checkpointing_policy": {nn.Linear}}, "checkpointing='"),
+        ({"activation_checkpointing_policy": {nn.Linear}}, "which the plan or the Trainer decides"),
         ({"auto_wrap_policy": {nn.Linear}}, "wrap=[TheBlock]"),
         ({"use_orig_params": False}, "use_orig_params=False"),
         ({"state_dict_type": "sharded"}, "state_dict_type='sharded'"),
@@ -91,7 +90,7 @@ def test_options_optimizers_and_models_mean_what_they_mean_under_ddp(ranks: Rank
 )
 def test_what_contradicts_a_plan_is_refused_at_construction(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError) as error:
-        PlanFSDP1Strategy(**options)
+        make_strategy("fsdp1", MixedPrecisionPlan("bf16-mixed"), **options)
     assert said.lower() in str(error.value).lower()
 
 
