@@ -191,12 +191,9 @@ class Rewound:
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 PASSING = [how for how in FAULTS if how != "weight"]
 CASES = [
-    *(("ddp", "32-true", how) for how in PASSING),
-    *((host, "32-true", "gradient") for host in ("fsdp2", "fsdp1")),
-    ("ddp", "16-mixed", "gradient"),
-    ("fsdp2", "16-mixed", "loss"),
-    ("fsdp2", "bf16-mixed", "infinite loss"),
-]
+    *(("ddp", "32-true", how) for how in PASSING), *((host, "32-true", "gradient") for host in ("fsdp2", "fsdp1")),
+    ("ddp", "16-mixed", "gradient"), ("fsdp2", "16-mixed", "loss"), ("fsdp2", "bf16-mixed", "infinite loss"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("host", "mode", "how"), CASES)

@@ -53,12 +53,9 @@ def _process() -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32,
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.get_default_dtype(),
-            torch.is_autocast_enabled("cpu"),
-        ]
+            torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32,
+            torch.backends.cuda.matmul.allow_tf32, torch.get_default_dtype(), torch.is_autocast_enabled("cpu"),
+        ]  # fmt: skip
 
 
 def _shape(module: LightningModule) -> list[Any]:

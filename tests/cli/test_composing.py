@@ -72,20 +72,13 @@ COMPOSED: dict[str, tuple[str | None, str, dict[str, Any]]] = {
     **{
         f"a value: {text}": (PLAIN + "ours: 1\n", text, {text.partition("=")[0]: value})
         for text, value in {
-            "trainer.max_steps=7": 7,
-            "trainer.gradient_clip_val=0.5": 0.5,
-            "plan.tf32=high": "high",
-            "plan.loss_scaling.init_scale=8": 8,
-            "plan.pins.lm_head=fp32": "fp32",
-            "model.lr=0.2": 0.2,
-            "strategy.find_unused_parameters=true": True,
-            "callbacks.training_health.every_n_steps=2": 2,
-            "ours=2": 2,
-            "+more=3": None,
-            "run_dir=x": "x",
+            "trainer.max_steps=7": 7, "trainer.gradient_clip_val=0.5": 0.5, "plan.tf32=high": "high",
+            "plan.loss_scaling.init_scale=8": 8, "plan.pins.lm_head=fp32": "fp32", "model.lr=0.2": 0.2,
+            "strategy.find_unused_parameters=true": True, "callbacks.training_health.every_n_steps=2": 2, "ours=2": 2,
+            "+more=3": None, "run_dir=x": "x",
         }.items()
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPOSED)

@@ -132,12 +132,9 @@ def _summary(mains: Sequence[Run]) -> dict[str, str]:
     linear = {d for name, dtypes in run.computed.items() if "proj" in name or "lm_head" in name for d in dtypes}
     norm = {d for name, dtypes in run.computed.items() if "norm" in name for d in dtypes}
     return {
-        "stored": _list(set(run.stored.values())),
-        "products": _list(linear | run.backward),
-        "norms": _list(norm),
-        "reduced": _list(f"{dtype} {name}" for name, dtype in run.reduced) or "-",
-        "state": _list(run.state),
-    }
+        "stored": _list(set(run.stored.values())), "products": _list(linear | run.backward), "norms": _list(norm),
+        "reduced": _list(f"{dtype} {name}" for name, dtype in run.reduced) or "-", "state": _list(run.state),
+    }  # fmt: skip
 
 
 def tolerance(row: Row) -> float:

@@ -117,16 +117,12 @@ REFUSED_JSON: list[tuple[dict[str, Any], list[str]]] = [
     ({"fp16.fp16_master_weights_and_grads": True}, ["fp16.fp16_master_weights_and_grads=True"]),
     (
         {
-            "amp": True,
-            "fp16.enabled": True,
-            "fp16.hysteresis": 0,
-            "fp16.los_scale": 1,
-            "bf16.enabled": True,
+            "amp": True, "fp16.enabled": True, "fp16.hysteresis": 0, "fp16.los_scale": 1, "bf16.enabled": True,
             "bf16.bf16_master_weights_and_grads": True,
         },
         ["unknown key fp16.los_scale", "fp16.hysteresis=0", "amp=True", "fp16.enabled=True and bf", "bf16.bf16_master"],
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "given"), REFUSED_JSON, ids=[str(given) for _, given in REFUSED_JSON])

@@ -21,12 +21,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 #: mode -> parameters stored, matrix products
 TABLE = {
-    "32-true": (FP32, FP32),
-    "bf16-mixed": (FP32, BF16),
-    "16-mixed": (FP32, FP16),
-    "bf16-true": (BF16, BF16),
+    "32-true": (FP32, FP32), "bf16-mixed": (FP32, BF16), "16-mixed": (FP32, FP16), "bf16-true": (BF16, BF16),
     "16-true": (FP16, FP16),
-}
+}  # fmt: skip
 OPTIMIZERS: dict[str, Any] = {
     "adamw-fused": partial(AdamW, lr=1e-2, eps=1e-4, fused=True),
     "adamw": partial(AdamW, lr=1e-2, eps=1e-4),

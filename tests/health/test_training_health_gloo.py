@@ -15,12 +15,9 @@ EXACT = [(host, "32-true") for host in health.HOSTS]
 SCALED = [(host, "16-mixed") for host in ("ddp", "fsdp2", "deepspeed_zero2")]
 #: (strategy, mode, what is done about it)
 BAD = [
-    ("stock ddp", "32-true", "stop"),
-    ("ddp", "16-mixed", "log"),
-    ("fsdp2", "32-true", "log"),
-    ("deepspeed_zero2", "32-true", "log"),
-    ("deepspeed_zero3", "32-true", "stop"),
-]
+    ("stock ddp", "32-true", "stop"), ("ddp", "16-mixed", "log"), ("fsdp2", "32-true", "log"),
+    ("deepspeed_zero2", "32-true", "log"), ("deepspeed_zero3", "32-true", "stop"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("host", "mode"), EXACT + SCALED)

@@ -68,13 +68,10 @@ def test_a_pattern_is_a_name_a_dotted_suffix_or_a_class_in_its_own_case(
 @pytest.mark.parametrize(
     ("pattern", "near"),
     [
-        ("*lm_haed", "'lm_head'"),
-        ("LM_HEAD", "'lm_head'"),
-        ("*.layer_norm.*", "'LayerNorm'"),
-        ("Normm", "'norms'"),
+        ("*lm_haed", "'lm_head'"), ("LM_HEAD", "'lm_head'"), ("*.layer_norm.*", "'LayerNorm'"), ("Normm", "'norms'"),
         ("zzz", "choose among the modules here: body, LayerNorm, lm_head, Linear"),
     ],
-)
+)  # fmt: skip
 def test_a_pattern_that_matches_nothing_is_told_with_the_names_most_like_it(pattern: str, near: str) -> None:
     faults, root = Faults(), nn.ModuleDict({"body": NORM, "lm_head": LINEAR})
     no_match(pattern, root, "pin", faults)

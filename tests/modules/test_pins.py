@@ -200,19 +200,12 @@ def test_a_pinned_module_is_stored_and_runs_in_its_dtype_outside_autocast(dtype:
 @pytest.mark.parametrize(
     ("mode", "output", "came_in", "comes_out"),
     [
-        ("bf16-mixed", None, BF16, FP32),
-        ("bf16-mixed", "pin", BF16, FP32),
-        ("bf16-mixed", "input", BF16, BF16),
-        ("bf16-mixed", "input", FP32, FP32),
-        ("bf16-mixed", "fp16", BF16, FP16),
-        ("bf16-mixed", torch.bfloat16, FP32, BF16),
-        ("bf16-true", None, BF16, BF16),
-        ("bf16-true", None, FP16, FP16),
-        ("bf16-true", "pin", BF16, FP32),
-        ("bf16-true", "input", BF16, BF16),
-        ("16-true", "bf16", FP16, BF16),
+        ("bf16-mixed", None, BF16, FP32), ("bf16-mixed", "pin", BF16, FP32), ("bf16-mixed", "input", BF16, BF16),
+        ("bf16-mixed", "input", FP32, FP32), ("bf16-mixed", "fp16", BF16, FP16),
+        ("bf16-mixed", torch.bfloat16, FP32, BF16), ("bf16-true", None, BF16, BF16), ("bf16-true", None, FP16, FP16),
+        ("bf16-true", "pin", BF16, FP32), ("bf16-true", "input", BF16, BF16), ("16-true", "bf16", FP16, BF16),
     ],
-)
+)  # fmt: skip
 def test_output_says_otherwise(mode: str, output: Any, came_in: torch.dtype, comes_out: torch.dtype) -> None:
     root = pin(Net(), [Pin("norm", "fp32", output=output)], mode=mode)
     with Ran("native_layer_norm") as ran:
@@ -373,13 +366,10 @@ def test_keyword_and_nested_inputs_are_cast_and_others_are_not() -> None:
 
 
 MOVES: dict[str, Callable[[nn.Module], object]] = {
-    "to(dtype)": lambda m: m.to(FP16),
-    "to(tensor)": lambda m: m.to(torch.zeros(1, dtype=FP16)),
-    "there and back": lambda m: m.half().bfloat16().double().float(),
-    "type": lambda m: m.type(FP16),
-    "share_memory": lambda m: m.share_memory(),
-    "to('cpu')": lambda m: m.to("cpu"),
-}
+    "to(dtype)": lambda m: m.to(FP16), "to(tensor)": lambda m: m.to(torch.zeros(1, dtype=FP16)),
+    "there and back": lambda m: m.half().bfloat16().double().float(), "type": lambda m: m.type(FP16),
+    "share_memory": lambda m: m.share_memory(), "to('cpu')": lambda m: m.to("cpu"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["bf16-mixed", "16-true"])

@@ -137,12 +137,9 @@ def _patched() -> nn.Module:
 
 
 REFUSED = {
-    "a norm": nn.LayerNorm(4),
-    "a container": nn.Sequential(nn.Linear(4, 4)),
-    "a forward of its own": OwnForward(4, 4),
-    "a patched forward": _patched(),
-    "a convolution": nn.Conv1d(4, 4, 1),
-}
+    "a norm": nn.LayerNorm(4), "a container": nn.Sequential(nn.Linear(4, 4)), "a forward of its own": OwnForward(4, 4),
+    "a patched forward": _patched(), "a convolution": nn.Conv1d(4, 4, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)

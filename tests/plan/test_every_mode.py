@@ -74,13 +74,10 @@ class Buffered(Regression):
 @pytest.mark.parametrize(
     ("mode", "buffer_dtype", "expected"),
     [
-        ("16-mixed", None, FP32),
-        ("bf16-true", None, BF16),
-        ("16-true", None, FP16),
-        ("bf16-true", "fp32", FP32),
+        ("16-mixed", None, FP32), ("bf16-true", None, BF16), ("16-true", None, FP16), ("bf16-true", "fp32", FP32),
         ("16-true", "fp32", FP32),
     ],
-)
+)  # fmt: skip
 def test_buffers_follow_weights_or_buffer_dtype(mode: str, buffer_dtype: str | None, expected: torch.dtype) -> None:
     module = Buffered()
     plan = plan_for(mode, buffer_dtype=buffer_dtype)

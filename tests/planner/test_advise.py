@@ -169,14 +169,11 @@ def test_the_command_prints_json_and_what_is_wrong(tmp_path: Path) -> None:
     assert (nothing.exit_code, json.loads(nothing.stdout)["choices"]) == (2, [])
     (tmp_path / "half").write_text("{")
     refused = {
-        "": "give --params",
-        "--params 7x": "write it as 7e9 or 7b",
-        "--params 0": "params=0",
-        "--params 7e9 --gpu h100": "'h100-80'",
-        "--params 7e9 --price -1": "price=-1",
+        "": "give --params", "--params 7x": "write it as 7e9 or 7b", "--params 0": "params=0",
+        "--params 7e9 --gpu h100": "'h100-80'", "--params 7e9 --price -1": "price=-1",
         f"--config {tmp_path / 'half'}": f"--config {tmp_path / 'half'}: ",
         f"--config {tmp_path / 'absent'}": f"--config {tmp_path / 'absent'}: ",
-    }
+    }  # fmt: skip
     for arguments, says in refused.items():
         said = _run("advise", *arguments.split())
         assert (said.exit_code, says in said.output.replace("\n", "")) == (2, True), arguments

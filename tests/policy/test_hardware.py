@@ -111,15 +111,12 @@ def test_a_small_model_is_below_100m_and_half_of_the_memory(parameters: int, gib
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        (DEVICES["CPU"], "fp32"),
-        (DEVICES["new Mac"], "fp16"),
+        (DEVICES["CPU"], "fp32"), (DEVICES["new Mac"], "fp16"),
         (gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0)), "bf16"),
-        (gpu("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9)), "bf16"),
-        (gpu("NVIDIA A100-SXM4-80GB", (8, 0)), "fp8"),
-        (gpu("Tesla T4", (7, 5)), "bf16"),
-        (gpu("Tesla T4", (7, 5)), "tf32"),
+        (gpu("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9)), "bf16"), (gpu("NVIDIA A100-SXM4-80GB", (8, 0)), "fp8"),
+        (gpu("Tesla T4", (7, 5)), "bf16"), (gpu("Tesla T4", (7, 5)), "tf32"),
         (gpu("NVIDIA of tomorrow", (99, 0)), "bf16"),
     ],
-)
+)  # fmt: skip
 def test_a_peak_that_no_data_sheet_gives_is_not_guessed(device: Device, dtype: str) -> None:
     assert peak(device, dtype) is None

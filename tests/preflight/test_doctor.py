@@ -25,15 +25,9 @@ from support.oracles import MODES, plan_for
 from support.running import fit
 
 HEALTHY: dict[str, Callable[[], nn.Module]] = {
-    "llama": hf.llama,
-    "llama with LoRA": lambda: hf.llama(lora=True),
-    "gpt2": hf.gpt2,
-    "bert": bert,
-    "bert classifying": lambda: bert(labels=True),
-    "resnet": resnet,
-    "lstm": Tagger,
-    "regression": Regression,
-}
+    "llama": hf.llama, "llama with LoRA": lambda: hf.llama(lora=True), "gpt2": hf.gpt2, "bert": bert,
+    "bert classifying": lambda: bert(labels=True), "resnet": resnet, "lstm": Tagger, "regression": Regression,
+}  # fmt: skip
 #: everything a true mode is told of a model that is well otherwise
 TRUE_MODES = {"no_fp32_masters", "norm_in_half"}
 
@@ -95,13 +89,10 @@ def test_the_most_severe_comes_first() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        MixedPrecisionPlan("bf16-true"),
-        PrecisionPolicy(precision="bf16-true"),
-        {"precision": "bf16-true"},
-        "bf16-true",
-        HalfPrecision("bf16-true"),
+        MixedPrecisionPlan("bf16-true"), PrecisionPolicy(precision="bf16-true"), {"precision": "bf16-true"},
+        "bf16-true", HalfPrecision("bf16-true"),
     ],
-)
+)  # fmt: skip
 def test_a_plan_may_be_given_in_every_way(plan: Any) -> None:
     assert "no_fp32_masters" in found(net(), plan)
     assert "no_fp32_masters" in found(

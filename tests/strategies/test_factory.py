@@ -59,14 +59,10 @@ def test_every_name_builds_a_strategy_of_its_host(name: str, prefix: str) -> Non
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("fsdp3", "'fsdp2'"),
-        ("deepspeed_zero_2", "'deepspeed_zero2'"),
-        ("deepspeed_stage_2", "'deepspeed_zero2'"),
-        ("zero3_offload", "'deepspeed_zero3_offload'"),
-        ("mp_dpp", "'ddp'"),
-        (None, "write one of these"),
+        ("fsdp3", "'fsdp2'"), ("deepspeed_zero_2", "'deepspeed_zero2'"), ("deepspeed_stage_2", "'deepspeed_zero2'"),
+        ("zero3_offload", "'deepspeed_zero3_offload'"), ("mp_dpp", "'ddp'"), (None, "write one of these"),
     ],
-)
+)  # fmt: skip
 def test_an_unknown_name_is_refused_with_near_ones(name: Any, near: str) -> None:
     with pytest.raises(PlanError) as caught:
         make_strategy(name, _plan())

@@ -79,15 +79,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "deepspeed_zero2": ZERO_12,
     "deepspeed_zero2_offload": {**ZERO_12, **LEFT_OVER},
     "deepspeed_zero3": {
-        **ZERO,
-        **LEFT_OVER,
-        **dict.fromkeys(ON_ONE_RANK, OTHER_UNITS),
-        "all_weights_in_the_loss": ELSEWHERE,
+        **ZERO, **LEFT_OVER, **dict.fromkeys(ON_ONE_RANK, OTHER_UNITS), "all_weights_in_the_loss": ELSEWHERE,
         "clamps_weights_after_the_step": WRITTEN,
         "saved_after_validation": "trainer.save_checkpoint() after trainer.validate()",
     },
     "deepspeed_zero2_half": ZERO_12,
-}
+}  # fmt: skip
 MODES = ("32-true", "bf16-mixed", "16-mixed")
 WINDOWS = (1, 2)
 VARIANTS = [(mode, window) for window in WINDOWS for mode in MODES]

@@ -32,13 +32,10 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("strategy", "options", "pins"),
     [
-        ("fsdp2", BLOCK, NORMS),
-        ("hsdp", REPLICAS, NORMS),
-        ("fsdp1", BLOCK, {}),
-        pytest.param("fsdp2", BLOCK, {}, marks=WHOLE),
-        pytest.param("hsdp", REPLICAS, {}, marks=WHOLE),
+        ("fsdp2", BLOCK, NORMS), ("hsdp", REPLICAS, NORMS), ("fsdp1", BLOCK, {}),
+        pytest.param("fsdp2", BLOCK, {}, marks=WHOLE), pytest.param("hsdp", REPLICAS, {}, marks=WHOLE),
     ],
-)
+)  # fmt: skip
 def test_sharding_changes_no_bit(ranks: Ranks, strategy: str, options: Any, pins: dict[str, str]) -> None:
     whole = ranks.run(Across("ddp", pins=pins))[0]
     found = ranks.run(Across(strategy, pins=pins, options=options))[0]

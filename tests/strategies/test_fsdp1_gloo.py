@@ -47,12 +47,9 @@ def _both(mode: str, module: Any = Even, options: Any = (), **strategy: Any) -> 
 
 
 SHARDINGS: dict[str, dict[str, Any]] = {
-    "grad op": {"sharding_strategy": "SHARD_GRAD_OP"},
-    "no shard": {"sharding_strategy": "NO_SHARD"},
-    "classes": {"wrap": [nn.Linear]},
-    "root only": {"wrap": None},
-    "cpu offload": {"cpu_offload": True},
-}
+    "grad op": {"sharding_strategy": "SHARD_GRAD_OP"}, "no shard": {"sharding_strategy": "NO_SHARD"},
+    "classes": {"wrap": [nn.Linear]}, "root only": {"wrap": None}, "cpu offload": {"cpu_offload": True},
+}  # fmt: skip
 #: what is DDP's but for the order of sums
 NEAR: dict[str, Both] = {
     **{name: _both("16-mixed", OVERFLOWS, CLIP, **strategy) for name, strategy in SHARDINGS.items()},

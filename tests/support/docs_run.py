@@ -155,12 +155,9 @@ def names() -> dict[str, Any]:
     hosts = (MixedPrecision, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, pl.Trainer, pl.LightningModule)
     return {
         **{name: getattr(lightning_mp, name) for name in lightning_mp.__all__},
-        **{one.__name__: one for one in (*hosts, DataLoader, Block, MyData, MyModule)},
-        "torch": torch,
-        "plan": MixedPrecisionPlan("bf16-mixed"),
-        "module": MyModule(),
-        "dataset": MyData().rows,
-    }
+        **{one.__name__: one for one in (*hosts, DataLoader, Block, MyData, MyModule)}, "torch": torch,
+        "plan": MixedPrecisionPlan("bf16-mixed"), "module": MyModule(), "dataset": MyData().rows,
+    }  # fmt: skip
 
 
 def a_run() -> None:

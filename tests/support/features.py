@@ -25,13 +25,9 @@ from support.running import trainer as quiet_trainer
 FEATURES, HIDDEN, ROWS, STEPS = 16, 32, 8, 8
 #: what is refused in another exception says so: this package's errors in a step, and Lightning
 REFUSING = (
-    "within an accumulation window",
-    "with ZeRO",
-    "does not support",
-    "not supported",
-    "only supports",
+    "within an accumulation window", "with ZeRO", "does not support", "not supported", "only supports",
     "which is None here",
-)
+)  # fmt: skip
 #: with other rates than a checkpoint's
 adamw = partial(AdamW, lr=2e-2, eps=1e-2)
 #: leaves a parameter that has no gradient as it is

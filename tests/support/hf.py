@@ -54,12 +54,8 @@ def ernie() -> nn.Module:
 
 #: by the name that a test gives it
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": llama,
-    "tied llama": partial(llama, tied=True),
-    "gpt2": gpt2,
-    "t5": t5,
-    "ernie": ernie,
-}
+    "llama": llama, "tied llama": partial(llama, tied=True), "gpt2": gpt2, "t5": t5, "ernie": ernie,
+}  # fmt: skip
 
 
 def _with_lora(model: nn.Module, targets: list[str], lora: bool) -> nn.Module:

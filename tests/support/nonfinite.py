@@ -15,12 +15,9 @@ STOCK = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
 BAD = 3
 #: how it breaks -> the module and the pass in which that is seen, and whether the loss is bad already
 FAULTS: dict[str, tuple[str, str, bool]] = {
-    "weight": ("net.1", "forward", True),
-    "batch": ("net.0", "forward", True),
-    "loss": ("net.4", "loss", True),
-    "infinite loss": ("net.4", "loss", True),
-    "gradient": ("net.2", "backward", False),
-}
+    "weight": ("net.1", "forward", True), "batch": ("net.0", "forward", True), "loss": ("net.4", "loss", True),
+    "infinite loss": ("net.4", "loss", True), "gradient": ("net.2", "backward", False),
+}  # fmt: skip
 
 
 class Spoils(nn.Module):

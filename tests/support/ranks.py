@@ -32,13 +32,9 @@ BUILD_SECONDS = 600.0
 GRACE = 5.0
 #: what the fork server imports once, in place of every process that it starts; DeepSpeed's engine compiles at import
 PRELOADED = [
-    "lightning_mp.deepspeed.strategy",
-    "lightning_mp.fsdp2.strategy",
-    "deepspeed.runtime.engine",
-    "torch._inductor.compile_fx",
-    "transformers.models.llama.modeling_llama",
-    "pytest",
-]
+    "lightning_mp.deepspeed.strategy", "lightning_mp.fsdp2.strategy", "deepspeed.runtime.engine",
+    "torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "pytest",
+]  # fmt: skip
 
 
 class Case(Protocol):

@@ -13,14 +13,9 @@ from support.models import batches
 def trainer(**arguments: Any) -> Trainer:
     """A Trainer that prints and writes nothing, one epoch on the CPU unless told otherwise."""
     quiet = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+        "accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
     return Trainer(**{**quiet, **arguments})
 
 

@@ -40,12 +40,9 @@ def _by_dimension(parameters: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "fused": partial(AdamW, lr=RATE, eps=1e-4, fused=True),
-    "adamw": partial(AdamW, lr=RATE, eps=1e-4),
-    "momentum": partial(SGD, lr=1e-3, momentum=0.9),
-    "sgd": partial(SGD, lr=1e-3),
-    "groups": _by_dimension,
-}
+    "fused": partial(AdamW, lr=RATE, eps=1e-4, fused=True), "adamw": partial(AdamW, lr=RATE, eps=1e-4),
+    "momentum": partial(SGD, lr=1e-3, momentum=0.9), "sgd": partial(SGD, lr=1e-3), "groups": _by_dimension,
+}  # fmt: skip
 
 
 def rank() -> int:

@@ -66,10 +66,7 @@ class _CpuDeepSpeed(DeepSpeedStrategy):
 def deepspeed(stage: int, **config: Any) -> DeepSpeedStrategy:
     """DeepSpeed's ZeRO stage ``stage`` (0 to 3); ``config`` is put over what fp32 on gloo needs."""
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 8,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage},
-        **config,
-    }
+        "train_micro_batch_size_per_gpu": 8, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": stage}, **config,
+    }  # fmt: skip
     return _CpuDeepSpeed(config=settings, **_WAIT)

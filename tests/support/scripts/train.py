@@ -39,12 +39,9 @@ class Model(LightningModule):
     def on_train_end(self) -> None:
         """Say what this rank saw: what launches others may be another process than they."""
         seen = {
-            "rank": self.trainer.global_rank,
-            "world": self.trainer.world_size,
-            "steps": self.trainer.global_step,
-            "environment": type(self.trainer.strategy.cluster_environment).__name__,
-            "weights": _whole(self),
-        }
+            "rank": self.trainer.global_rank, "world": self.trainer.world_size, "steps": self.trainer.global_step,
+            "environment": type(self.trainer.strategy.cluster_environment).__name__, "weights": _whole(self),
+        }  # fmt: skip
         (self.out / f"{self.trainer.global_rank}.json").write_text(json.dumps(seen))
 
     def configure_optimizers(self) -> Any:
