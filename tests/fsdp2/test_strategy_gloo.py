@@ -209,7 +209,7 @@ WAYS: dict[str, Callable[[], Any]] = {
 pytestmark = pytest.mark.gloo
 PINNED = {"pins": {"LayerNorm": "fp32"}}
 CLIP = {"gradient_clip_val": 0.5}
-WAYS: dict[str, Both] = {
+WRITTEN: dict[str, Both] = {
     "Direct": Both("16-mixed", Direct, PINNED | CLIP),
     "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
@@ -246,9 +246,9 @@ def _equal(ranks: Ranks, case: Any, within: float = 0.0) -> None:
     assert same_weights(*(result["sharded"]["weights"] for result in results))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WRITTEN)
 def test_modules_are_written_as_for_ddp(ranks: Ranks, way: str) -> None:
-    _equal(ranks, WAYS[way], of_training(WAYS[way].mode, RATE))
+    _equal(ranks, WRITTEN[way], of_training(WRITTEN[way].mode, RATE))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
