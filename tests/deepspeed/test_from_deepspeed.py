@@ -285,7 +285,7 @@ def test_what_deepspeed_does_otherwise_is_refused(
 UNSAID: list[tuple[dict[str, Any], list[str]]] = [
     ({"pins": {"*norm*": "fp32", "lm_head": "bf16"}}, ["pins={'*norm*': 'fp32', 'lm_head': 'bf16'}:"]),
     ({"tf32": "high"}, ["tf32='high':"]),
-    ({"checkpointing": Checkpointing(modules="*.h.*")}, ["checkpointing={'modules': ['*.h.*']"]),
+    ({"checkpointing": Checkpointing(modules="*.h.*")}, ["checkpointing={'modules': '*.h.*'"]),
     ({"nonfinite": NonFinite(max_consecutive=3)}, ["nonfinite.max_consecutive=3:"]),
     (
         {"loss_scaling": LossScaling()},
