@@ -70,9 +70,11 @@ def _of_run(trainer: Trainer) -> AuditReport:
     declaration, seen = by_trainer(trainer, modules), _present(modules, trainer.optimizers)
     callbacks = (callback for callback in callbacks_of(trainer) if isinstance(callback, PrecisionAudit))
     record = next((callback.record for callback in callbacks if callback.record is not None), None)
-    for name, before in (record or {}).items():
-        if name in seen:
-            seen[name].add_past(before)
+    if record is not None:
+        declared_then, seen_then = record
+        for name in seen.keys() & seen_then.keys():
+            now, then = ((each.declared(name), each.stored(name)) for each in (declaration, declared_then))
+            seen[name].add_past(seen_then[name], same=now == then)
     where = f"{trainer.strategy.root_device.type}, after {trainer.global_step} steps"
     return build(declaration, [seen], where=where, notes=() if record else (_NOTHING_RAN,))
 
@@ -113,8 +115,8 @@ class PrecisionAudit(WritesRun):
             faults.one_of("on_mismatch", on_mismatch, ("warn", "raise"), "leave it out for 'warn'")
         self.steps, self.on_mismatch, self.run_dir = steps, on_mismatch, run_dir
         self.report: AuditReport | None = None
-        #: what was observed, for ``lightning_mp.audit(trainer)``
-        self.record: dict[str, Observed] | None = None
+        #: what was declared and what was observed, for ``lightning_mp.audit(trainer)``
+        self.record: tuple[Declaration, dict[str, Observed]] | None = None
         self._log = RunLog(_NAME)
         self._watch: Watch | None = None
         self._began = 0
@@ -188,11 +190,12 @@ class PrecisionAudit(WritesRun):
         modules, began = modules_of(trainer.lightning_module), self._began
         note_parameters(watch.seen, modules, states_of(trainer.optimizers))
         watch.attribute_reductions()
-        self._watch, self.record = None, watch.seen
+        declaration = by_trainer(trainer, modules)
+        self._watch, self.record = None, (declaration, watch.seen)
         steps = f"step {began}" if trainer.global_step <= began + 1 else f"steps {began} to {trainer.global_step - 1}"
         where = f"{steps}, {trainer.strategy.root_device.type}, {type(trainer.strategy).__name__}"
         ranks = [watch.seen] if failed else from_all_ranks(watch.seen)  # the others may not have failed
-        report = self.report = build(by_trainer(trainer, modules), ranks, where=where)
+        report = self.report = build(declaration, ranks, where=where)
         if (folder := self._log.folder) is not None:
             folder.write(AUDIT, report.to_dict())
             folder.text(AUDIT_TABLE, report.to_markdown())

@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import (
+    DDPStrategy,
     DoublePrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
+    SingleDeviceStrategy,
+    Strategy,
     Trainer,
+    ddp_hooks,
 )
 from lightning_mp.errors import Faults, pinning
 from lightning_mp.modules import fp8, pins
@@ -25,6 +29,7 @@ from lightning_mp.policy.precision_policy import DTYPES_OF
 from lightning_mp.precision_audit.observer import Observed, Ran
 
 _STOCK = (MixedPrecision, HalfPrecision, DoublePrecision)
+AS_STORED = "as stored"
 _HALF = frozenset(("bf16", "fp16", "fp8"))
 
 
@@ -32,7 +37,7 @@ _HALF = frozenset(("bf16", "fp16", "fp8"))
 class Declaration:
     """The dtypes a run declares, as short names; ``None`` where nothing is declared, and nothing judged.
 
-    ``autocast``: torch's lists keep norms and look-ups out of
+    ``reduce`` and ``state`` may be ``AS_STORED``. ``autocast``: torch's lists keep norms and look-ups out of
     ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
     TF32; ``None`` leaves that to torch's switches. By module name are ``pins`` and ``products``: FP8's, and half ones
     that are summed in fp32.
@@ -43,6 +48,8 @@ class Declaration:
     plan: bool = False
     storage: str | None = None
     compute: str | None = None
+    reduce: str | None = None
+    state: str | None = None
     autocast: bool = False
     frozen: bool = False
     tf32: bool | None = None
@@ -65,7 +72,7 @@ def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaratio
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
         return by_policy(plugin.policy, modules, trainer.strategy.root_device, plugin.engine)
-    return by_stock(plugin, modules)
+    return by_stock(plugin, trainer.strategy, modules)
 
 
 def by_policy(
@@ -92,6 +99,8 @@ def by_policy(
         plan=True,
         storage=policy.storage_dtype,
         compute=policy.compute_dtype,
+        reduce=policy.reduce_dtype,
+        state=AS_STORED,
         autocast=policy.mixed,
         frozen=True,
         tf32=None if policy.tf32 is None or not facts.tf32 else policy.tf32 != "highest",
@@ -101,7 +110,7 @@ def by_policy(
     )
 
 
-def by_stock(plugin: Precision, modules: Mapping[str, nn.Module]) -> Declaration:
+def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
     """What one of Lightning's own plugins does, as its documentation has it; nothing under its FSDP and DeepSpeed."""
     precision = str(plugin.precision)
     by, carried = f"{type(plugin).__name__}({precision!r})", carried_pins(modules)
@@ -110,11 +119,15 @@ def by_stock(plugin: Precision, modules: Mapping[str, nn.Module]) -> Declaration
         note = f"what {type(plugin).__name__} declares for a module is not known here: dtypes are shown, not judged"
         return Declaration(by=by, **carried, notes=(note,))
     mixed = precision.endswith("-mixed")
+    storage = "fp32" if mixed else half
+    own_sum = isinstance(strategy, DDPStrategy) and ddp_hooks(strategy)[0] is None
     return Declaration(
         by=by,
         **carried,
         compute=half,
-        storage="fp32" if mixed else half,
+        storage=storage,
+        reduce=AS_STORED if own_sum or isinstance(strategy, SingleDeviceStrategy) else None,
+        state=AS_STORED,
         autocast=mixed,
         frozen=isinstance(plugin, HalfPrecision),  # casts all; elsewhere frozen weights need no fp32 copy
     )
@@ -157,27 +170,31 @@ def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator
     if "fp64" in seen.param and stored == "fp32" and not pinned:
         return  # float64 stays float64 where fp32 is stored
     judged = seen.trained | (seen.frozen if declaration.frozen or pinned else set())
+    state, reduce = (stored if dtype == AS_STORED else dtype for dtype in (declaration.state, declaration.reduce))
     half = stored == "fp32" and declaration.compute != "fp32"
     wanted, wrong, cause = _computation(name, seen, declaration)
-    if stored is not None and judged - {stored}:
-        lost = _LOST_PIN if pinned else _NO_MASTERS if half else _CAST
-        yield _difference("param", stored, judged, lost, name, declaration)
-        if computed(seen) <= seen.param | {stored}:
-            return  # computation follows the parameter
-    if wanted is not None and wrong:
-        yield _difference("compute", wanted, wrong, cause, name, declaration)
+    wrong_storage = bool(stored and judged - {stored})
+    #: column, what is declared, what was found, whether it differs, the likely cause
+    rows: list[tuple[str, str | None, set[str], object, _Cause]] = [
+        ("param", stored, judged, wrong_storage, _LOST_PIN if pinned else _NO_MASTERS if half else _CAST),
+        # state follows the parameter, and mostly computation
+        ("compute", wanted, wrong, wrong and not (wrong_storage and computed(seen) <= seen.param | {stored}), cause),
+        ("optimizer_state", state, seen.state, seen.state - {state} and not wrong_storage, _STATE),
+        ("reduce", reduce, seen.reduce, seen.reduce - {reduce}, _REDUCED),
+    ]
+    for what, declared, dtypes, differs, cause in rows:
+        if declared is not None and differs:
+            found = joined(dtypes) or ""
+            yield Difference(what, declared, found, cause.reason, _fix(cause, name, found, declaration))
 
 
-def _difference(
-    what: str, declared: str, dtypes: set[str], cause: _Cause, name: str, declaration: Declaration
-) -> Difference:
-    """With the pin that would declare what was found where one can be written."""
-    found, fix = joined(dtypes) or "", cause.fix
+def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
+    """What to do, with the pin that would declare what was found where one can be written."""
     dtype = found if cause.pin == _FOUND else cause.pin
     scaled = declaration.compute == "fp16" and declaration.autocast
-    if dtype in STORAGE_DTYPES and name and not (dtype == "fp16" and scaled and not declaration.plan):
-        fix += f", or pin it: {pinning([name], under_plan=declaration.plan, dtype=dtype)}"
-    return Difference(what, declared, found, cause.reason, fix)
+    if dtype not in STORAGE_DTYPES or not name or (dtype == "fp16" and scaled and not declaration.plan):
+        return cause.fix
+    return f"{cause.fix}, or pin it: {pinning([name], under_plan=declaration.plan, dtype=dtype)}"
 
 
 # ---------------------------------------------------------------------- what was computed
@@ -281,4 +298,12 @@ _CASTS_ITSELF = _Cause(
 )
 _TF32 = _Cause(
     "torch's TF32 switches were changed after the run began", "set them with the plan's tf32=, or with EnableTF32, only"
+)
+_STATE = _Cause(
+    "the optimizer keeps its state in another dtype, or loaded a state saved in another",
+    "use an optimizer whose state has the dtype of its parameters, or load a state saved under the same precision",
+)
+_REDUCED = _Cause(
+    "a communication hook casts gradients, or they are summed in the dtype they are stored in",
+    "remove the hook; a plan's reduce_dtype= says what gradients are summed in",
 )

@@ -136,10 +136,12 @@ class Observed:
         for name in ("hidden", "sharded", "attends"):
             setattr(self, name, getattr(self, name) or getattr(other, name))
 
-    def add_past(self, before: Observed) -> None:
-        """Add what only shows while a step runs."""
+    def add_past(self, before: Observed, *, same: bool) -> None:
+        """Add what only shows while a step runs; without ``same``, what ran under another declaration is left out."""
         grad, state = self.grad or before.grad, self.state or before.state
         self.add(replace(before, trained=set(), frozen=set(), special=set(), grad=grad, state=state))
+        for past in () if same else (self.ran, self.grad, self.state):
+            past.clear()
 
 
 class Watch(TorchDispatchMode):

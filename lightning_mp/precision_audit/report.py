@@ -44,10 +44,13 @@ class AuditRow:
     optimizer_state: str | None
     ok: bool
     differences: tuple[Difference, ...] = ()
+    #: ranks on which it differs, where that is not all of them
+    ranks: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values."""
-        return asdict(self) | {"differences": [asdict(difference) for difference in self.differences]}
+        values = asdict(self)
+        return {**values, "differences": list(values["differences"]), "ranks": list(self.ranks)}
 
     @property
     def starred(self) -> bool:
@@ -56,8 +59,10 @@ class AuditRow:
 
     def cells(self) -> list[str]:
         """The columns of a table next to the module's name."""
-        shown = {column: getattr(self, column) or "-" for column in _COLUMNS}
-        return [*(shown | {"compute": f"{shown['compute']}{'*' * self.starred}"}).values()]
+        # torch's lists decide, where fp32 weights are declared to be computed with in half precision
+        by_lists = " (autocast)" if self.starred and self.compute == "fp32" == self.param else ""
+        notes = {"declared": by_lists, "compute": "*" if self.starred else ""}
+        return [(getattr(self, column) or "-") + notes.get(column, "") for column in _COLUMNS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +148,15 @@ class AuditReport:
         """Those of modules that differ in the same way are one."""
         faults, groups = Faults("PrecisionAudit"), defaultdict[Any, list[str]](list)
         for row in self.rows:
-            groups[row.differences].append(_shown(row.module))
-        for differences_, modules in groups.items():
+            groups[row.differences, row.ranks].append(_shown(row.module))
+        for (differences_, ranks), modules in groups.items():
             names = modules if len(modules) <= _NAMES else [label for label, _ in grouped(dict.fromkeys(modules))]
             more = [f"{len(names) - _NAMES} more"] if len(names) > _NAMES else []
             named = ", ".join(names[:_NAMES] + more) + (f" ({len(modules)} modules)" if len(names) > 1 else "")
+            where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
             for difference in differences_:
                 faults.add(
-                    f"{named} {_WITH[difference.what]} {difference.found}",
+                    f"{named} {_WITH[difference.what]} {difference.found}{where}",
                     allowed=f"{difference.declared}, as {self.declared_by} declares. Likely cause: {difference.reason}",
                     fix=difference.fix,
                 )
@@ -160,7 +166,12 @@ class AuditReport:
         return self.to_text()
 
 
-_WITH = {"param": "with parameters stored in", "compute": "computed in"}
+_WITH = {
+    "param": "with parameters stored in",
+    "compute": "computed in",
+    "reduce": "with gradients summed across ranks in",
+    "optimizer_state": "with optimizer state in",
+}
 #: names that are written out
 _NAMES = 12
 #: the number of a layer; one at the end is left alone: what a ``Sequential`` holds need not be alike
@@ -189,7 +200,8 @@ def build(
     rows: list[AuditRow] = []
     for name, first in ranks[0].items():
         seen = [rank[name] for rank in ranks if name in rank]
-        wrong = tuple(dict.fromkeys(chain.from_iterable(differences(name, each, declaration) for each in seen)))
+        by_rank = [tuple(differences(name, observed, declaration)) for observed in seen]
+        wrong = tuple(rank for rank, different in enumerate(by_rank) if different)
         if not first.param and not wrong:
             continue
         every = Observed(first.class_name)
@@ -202,7 +214,8 @@ def build(
             compute=joined(computed(every)),
             optimizer_state=joined(every.state),
             ok=not wrong,
-            differences=wrong,
+            differences=tuple(dict.fromkeys(chain(*by_rank))),
+            ranks=wrong if len(wrong) < len(ranks) else (),
         )
         rows.append(row)
     hidden = sum(observed.hidden and bool(observed.param) for observed in ranks[0].values())

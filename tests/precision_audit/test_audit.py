@@ -138,10 +138,10 @@ def test_the_text_of_a_small_report() -> None:
     assert AuditReport(rows, "a plan", "step 0, cpu", ("a note",)).to_text(200) == "\n".join(
         [
             "1 of 3 modules not as declared by a plan (step 0, cpu)",
-            "  module  declared  param  input  output  compute  grad  reduce  state",
-            "  net.0   bf16      fp32   fp32   bf16    bf16     fp32  -       fp32",
-            "  norm    bf16      fp32   fp32   bf16    fp32*    fp32  -       fp32",
-            "! net.1   bf16      fp32   fp32   bf16    bf16     fp32  -       fp32",
+            "  module  declared         param  input  output  compute  grad  reduce  state",
+            "  net.0   bf16             fp32   fp32   bf16    bf16     fp32  -       fp32",
+            "  norm    bf16 (autocast)  fp32   fp32   bf16    fp32*    fp32  -       fp32",
+            "! net.1   bf16             fp32   fp32   bf16    bf16     fp32  -       fp32",
             STAR,
             "a note",
         ]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.plugins.precision import (
     DeepSpeedPrecision,
     DoublePrecision,
@@ -13,18 +14,22 @@ from lightning.pytorch.plugins.precision import (
     Precision,
     XLAPrecision,
 )
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_mp.precision_audit.judge import Declaration, by_stock, differences
+from lightning_mp.precision_audit.judge import AS_STORED, Declaration, by_stock, differences
 from lightning_mp.precision_audit.observer import Observed, Ran
 
-MIXED = Declaration(by="a plan", storage="fp32", compute="bf16", autocast=True, frozen=True)
+MIXED = Declaration(
+    by="a plan", storage="fp32", compute="bf16", reduce="fp32", state=AS_STORED, autocast=True, frozen=True
+)
 FP32 = replace(MIXED, compute="fp32", autocast=False)
 HALF = replace(MIXED, storage="bf16", autocast=False)
 PINNED = replace(MIXED, pins={"m": "fp32"})
 HALF_PINNED = replace(HALF, pins={"m": "fp32"})
 TF32, NO_TF32 = replace(FP32, tf32=True), replace(FP32, tf32=False)
-STOCK = replace(MIXED, frozen=False)
+STOCK = replace(MIXED, frozen=False, reduce=AS_STORED)
 #: FSDP1's param_dtype: everything is gathered in half precision, norms included
 GATHERED = replace(MIXED, autocast=False)
 NOTHING = Declaration(by="nothing")
@@ -87,13 +92,22 @@ JUDGED: list[tuple[Declaration, dict[str, Any], str]] = [
     (HALF_PINNED, {"trained": {"fp32"}}, ""),
     # what follows from it
     (MIXED, {"trained": {"bf16"}, "grad": {"bf16"}, "state": {"bf16"}}, "param"),
-    (MIXED, {**ran("product", "fp32"), "trained": {"bf16"}}, "param"),
+    (MIXED, {"trained": {"fp32"}, "grad": {"fp32"}, "state": {"bf16"}}, "optimizer_state"),
+    (MIXED, {"trained": {"fp32"}, "state": {"bf16", "fp32"}}, "optimizer_state"),
+    (HALF, {"trained": {"bf16"}, "state": {"fp32"}}, "optimizer_state"),
+    (replace(HALF, state="fp32"), {"trained": {"bf16"}, "state": {"fp32"}}, ""),
+    (replace(HALF, state=None), {"trained": {"bf16"}, "state": {"fp32"}}, ""),
+    # what is summed
+    (MIXED, {"trained": {"fp32"}, "reduce": {"fp16"}}, "reduce"),
+    (HALF, {"trained": {"bf16"}, "reduce": {"bf16"}}, "reduce"),
+    (replace(HALF, reduce=AS_STORED), {"trained": {"bf16"}, "reduce": {"bf16"}}, ""),
+    (replace(HALF, reduce=None), {"trained": {"bf16"}, "reduce": {"bf16"}}, ""),
     # nothing seen, nothing declared
     (MIXED, {}, ""),
-    (NOTHING, {**ran("product", "fp16"), "trained": {"bf16"}}, ""),
+    (NOTHING, {**ran("product", "fp16"), "trained": {"bf16"}, "state": {"fp32"}, "reduce": {"fp16"}}, ""),
     (replace(NOTHING, pins={"m": "fp32"}), {"trained": {"bf16"}}, "param"),
     # several at once
-    (MIXED, {**ran("product", "fp16"), "trained": {"bf16"}}, "param compute"),
+    (MIXED, {**ran("product", "fp32"), "trained": {"fp32"}, "state": {"bf16"}}, "compute optimizer_state"),
 ]
 
 
@@ -104,6 +118,10 @@ def test_verdicts(declaration: Declaration, seen: dict[str, Any], wanted: str) -
     assert all(difference.found and difference.reason and difference.fix for difference in found)
 
 
+CPU = torch.device("cpu")
+ONE = SingleDeviceStrategy(CPU)
+
+
 def _modules(root: nn.Module) -> dict[str, nn.Module]:
     return dict(root.named_modules())
 
@@ -112,22 +130,35 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
 
 
-#: plugin → storage, compute, autocast, frozen parameters too
+#: plugin → storage, compute, autocast, optimizer state, frozen parameters too
 PLUGINS: list[tuple[Precision, tuple[Any, ...]]] = [
-    (Precision(), ("fp32", "fp32", False, False)),
-    (DoublePrecision(), ("fp64", "fp64", False, False)),
-    (MixedPrecision("bf16-mixed", "cpu"), ("fp32", "bf16", True, False)),
-    (MixedPrecision("16-mixed", "cpu"), ("fp32", "fp16", True, False)),
-    (HalfPrecision("bf16-true"), ("bf16", "bf16", False, True)),
-    (HalfPrecision("16-true"), ("fp16", "fp16", False, True)),
+    (Precision(), ("fp32", "fp32", False, AS_STORED, False)),
+    (DoublePrecision(), ("fp64", "fp64", False, AS_STORED, False)),
+    (MixedPrecision("bf16-mixed", "cpu"), ("fp32", "bf16", True, AS_STORED, False)),
+    (MixedPrecision("16-mixed", "cpu"), ("fp32", "fp16", True, AS_STORED, False)),
+    (HalfPrecision("bf16-true"), ("bf16", "bf16", False, AS_STORED, True)),
+    (HalfPrecision("16-true"), ("fp16", "fp16", False, AS_STORED, True)),
 ]
 
 
 @pytest.mark.parametrize(("plugin", "wanted"), PLUGINS, ids=[f"{type(p).__name__}-{p.precision}" for p, _ in PLUGINS])
 def test_a_stock_plugin(plugin: Precision, wanted: tuple[Any, ...]) -> None:
-    found = by_stock(plugin, _modules(_net()))
-    assert (found.storage, found.compute, found.autocast, found.frozen) == wanted
+    found = by_stock(plugin, ONE, _modules(_net()))
+    assert (found.storage, found.compute, found.autocast, found.state, found.frozen) == wanted
     assert found.by == f"{type(plugin).__name__}({plugin.precision!r})"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reduce"),
+    [
+        (ONE, AS_STORED),
+        (DDPStrategy(), AS_STORED),
+        (DDPStrategy(ddp_comm_hook=fp16_compress_hook), None),  # the user's hook decides
+        (ModelParallelStrategy(), None),  # the user's fully_shard does
+    ],
+)
+def test_what_stock_strategies_sum_in(strategy: Any, reduce: str | None) -> None:
+    assert by_stock(HalfPrecision("bf16-true"), strategy, _modules(_net())).reduce == reduce
 
 
 def test_a_plugin_nobody_here_knows_declares_nothing() -> None:
@@ -136,6 +167,6 @@ def test_a_plugin_nobody_here_knows_declares_nothing() -> None:
 
     unknown = Own(), XLAPrecision.__new__(XLAPrecision), FSDPPrecision("bf16-mixed"), DeepSpeedPrecision("bf16-mixed")
     for plugin in unknown:
-        found = by_stock(plugin, _modules(_net()))
+        found = by_stock(plugin, ONE, _modules(_net()))
         assert (found.storage, found.compute, found.declared("0")) == (None, None, None)
         assert "not judged" in found.notes[0]

@@ -40,7 +40,7 @@ def _audited(module: LightningModule, folder: Path, **arguments: Any) -> tuple[P
     return callback, [str(one.message) for one in caught if "PrecisionAudit" in str(one.message)]
 
 
-STOCK = {"precision": "bf16-mixed"}
+TRUE, STOCK = {"plugins": [plan_for("bf16-true")]}, {"precision": "bf16-mixed"}
 #: what is wrong, how it runs, the module and the column that differ, what is said of it
 FAULTS: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str, str, str]] = {
     "a module cast behind the plan": (faults.CastBehind, _bf16(), "net.3", "param", "cast by hand"),
@@ -53,6 +53,8 @@ FAULTS: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str, str,
     "the same although pinned": (faults.Custom, _bf16(pins={"net.0": "fp32"}), "net.0", "compute", "not in force"),
     "a norm in half": (faults.NormInHalf, _bf16(), "net.1", "compute", "cast to half precision"),
     "a norm written out": (faults.OwnNormInHalf, _bf16(), "net.1", "compute", "cast to half precision"),
+    "optimizer state in half": (faults.HalfState, _bf16(), "net.0", "optimizer_state", "optimizer keeps its state"),
+    "optimizer state in fp32": (faults.FullState, TRUE, "net.0", "optimizer_state", "optimizer keeps its state"),
 }
 
 
@@ -66,7 +68,7 @@ def test_every_fault_is_found_and_named_and_nothing_else(case: str, tmp_path: Pa
     (said,) = told
     assert (module or "(the root module)") in said
     assert reason in said
-    everywhere = make is faults.HalfCheckpoint
+    everywhere = column == "optimizer_state" or make is faults.HalfCheckpoint
     wrong = {"net.0", "net.1", "net.3"} if everywhere else {module}
     assert {row.module for row in callback.rows if not row.ok} == wrong
 

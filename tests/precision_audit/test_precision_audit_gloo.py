@@ -1,6 +1,7 @@
 """PrecisionAudit on two processes: what is reduced, what one rank alone does, and no false alarm on any strategy."""
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,8 +68,11 @@ def differing(folder: Path) -> dict[str, Any]:
     fit(Regression(), callbacks=[stock], precision="bf16-true", **ddp())
     found["stock"] = [(row.reduce, row.ok) for row in stock.rows]
     compressed = PrecisionAudit(run_dir=folder / "d")
-    fit(Compressed(), callbacks=[compressed], precision="32-true", **ddp())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(Compressed(), callbacks=[compressed], precision="32-true", **ddp())
     found["behind"] = [(row.reduce, row.ok) for row in compressed.rows]
+    found["told"] = [str(warning.message) for warning in told if "PrecisionAudit" in str(warning.message)]
     return found
 
 
@@ -106,6 +110,8 @@ def test_every_strategy_is_as_declared(ranks: Ranks, tmp_path: Path, case: str) 
 def test_what_is_summed_and_what_one_rank_alone_does(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.call(differing, tmp_path)
     for found in (first, second):
-        assert "net.3 computed in fp32. Allowed: bf16" in found["one rank"]
+        assert "net.3 computed in fp32 on rank 1. Allowed: bf16" in found["one rank"]
         assert found["stock"] == [("bf16", True)] * 3  # stock DDP sums what it finds
-        assert found["behind"] == [("fp16", True)] * 3  # it shows what a hook of the user's compresses to
+        assert found["behind"] == [("fp16", False)] * 3
+    assert "net.0, net.1, net.3 (3 modules) with gradients summed across ranks in fp16" in first["told"][0]
+    assert second["told"] == []  # one process speaks

@@ -70,6 +70,19 @@ class LostPin(Regression):
         self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
 
 
+class _KeepsAverages(torch.optim.SGD):
+    def __init__(self, parameters: Any, dtype: torch.dtype) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.dtype = dtype
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["average"] = parameter.detach().to(self.dtype)
+        return result
+
+
 class Replaced(Regression):
     def __init__(self, index: int, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -80,6 +93,8 @@ Inside = partial(Replaced, 2, TurnsAutocastOff)
 Custom = partial(Replaced, 0, partial(CastsItself, FEATURES, HIDDEN))
 NormInHalf = partial(Replaced, 1, partial(HalfNorm, HIDDEN))
 OwnNormInHalf = partial(Replaced, 1, OwnRMSNorm)
+HalfState = partial(Regression, partial(_KeepsAverages, dtype=torch.bfloat16))
+FullState = partial(Regression, partial(_KeepsAverages, dtype=torch.float32))
 
 
 class RootProduct(Regression):
