@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeIs
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -169,6 +172,20 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of
     """The fix for a name that is not known: the ``count`` nearest ones, or ``otherwise`` where none is near."""
     near = nearest(word, known, count)
     return f"did you mean {near}?" if near else otherwise
+
+
+def near_keywords(init: Callable[P, None]) -> Callable[P, None]:
+    """An ``__init__`` that refuses an unknown keyword with the nearest one."""
+
+    @wraps(init)
+    def checked(*args: P.args, **keywords: P.kwargs) -> None:
+        known = list(signature(init).parameters)[1:]
+        with Faults() as faults:
+            for name in keywords.keys() - set(known):
+                faults.unknown("argument", name, known)
+        init(*args, **keywords)
+
+    return checked
 
 
 def is_number(value: Any) -> TypeIs[int | float]:

@@ -19,6 +19,7 @@ from lightning_mp.errors import Faults, counted, in_bytes, in_short, one_line
 
 if TYPE_CHECKING:
     from lightning_mp.planner import Advice
+    from lightning_mp.planner.memory import MemoryPrediction
     from lightning_mp.planner.predict import Fit
 
 _GIB = 2**30
@@ -118,14 +119,26 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
         plain = {"strategy": name, "devices": devices, "rows": rows, "prediction": asdict(prediction)}
         typer.echo(json.dumps({**plain, "fits": list(map(asdict, ways))}, indent=2))
         return
-    typer.echo(f"Memory of one rank: {name} on {counted(devices, 'device')}, {counted(rows, 'row')} a micro-batch\n")
-    typer.echo(prediction.to_markdown())
+    where = f"{name} on {counted(devices, 'device')}, {counted(rows, 'row')} a micro-batch"
+    _show_memory(prediction, f"Memory of one rank: {where}")
     for each in ways:
         most = counted(each.rows, "row") + " or more" * (each.rows == MOST_ROWS)
         size = in_bytes(each.prediction.peak_bytes)
         typer.echo(f"checkpointing {each.checkpointing}: {size}; up to {most} on {device.word}")
     if not ways:
         typer.echo("the largest micro-batch is not known, since activations were not counted")
+
+
+def _show_memory(prediction: MemoryPrediction, title: str) -> None:
+    """The parts of a peak as a table, largest first."""
+    from rich.table import Table
+
+    table = Table("part", "size", "share", box=None, pad_edge=False)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, size in (*sorted(prediction.parts.items(), key=lambda part: -part[1]), ("peak", prediction.peak_bytes)):
+        table.add_row(name.replace("_", " "), in_bytes(size), f"{size / max(prediction.peak_bytes, 1):.0%}")
+    console().print(title, table, sep="\n", highlight=False)
+    typer.echo("\n".join([f"By: {prediction.method}", *prediction.notes]))
 
 
 def _count(given: Any, faults: Faults) -> int:

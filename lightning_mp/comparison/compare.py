@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from itertools import groupby
 from operator import itemgetter
 from os import PathLike
@@ -42,6 +43,7 @@ from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.policy.precision_policy import PRESETS, preset
 from lightning_mp.record.run_log import machine, versions
 from lightning_mp.strategies.factory import trainer_kwargs
+from lightning_mp.strategies.registry import trainer_arguments
 
 #: optimizer steps of a run that is not timed: the second is the first with optimizer state
 TRIAL_STEPS = 2
@@ -337,6 +339,8 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
         faults.add(f"module, a {type(module).__name__}", allowed=allowed, fix="give one")
     for name in (name for name in OWN if name in trainer):
         faults.add(f"{name}={trainer[name]!r}, which compare sets itself", fix="remove it, or write steps=")
+    for name in trainer.keys() - set(trainer_arguments()):
+        faults.unknown("keyword", name, [*signature(compare).parameters, *trainer_arguments()])
     if out is not None and Path(out).exists() and not Path(out).is_dir():
         faults.add(f"out={str(out)!r} is a file", fix="name a folder, new or not")
 

@@ -263,6 +263,8 @@ def conclusion(comparison: Comparison) -> str:
     (speed, saved), best, difference = max(known, key=lambda item: item[0])
     if speed > 1 or (speed == 1 and (saved > _WORTH or difference.verdict == "better")):
         return f"On {here} use {best.name}: {_words(best, difference, first)}, against {first.name}."
+    if speed == 1:
+        return f"On {here} {first.name} and {best.name} have the same loss, speed and memory."
     return f"On {here} use {first.name}: same loss as {best.name}, {_times(1 / speed)}."
 
 
@@ -366,7 +368,8 @@ def render(comparison: Comparison) -> str:
     runs = [_run(plan.name, _mean_curve(of)) for plan, of in zip(plans, curves, strict=True)]
     seeds = f"mean of {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
     charts = [_difference_chart(comparison, seeds)] if any(curves[1:]) and curves[0] else []
-    if any(run.finite(metric_names.LOSS) for run in runs):
+    alike = all(one.verdict == "same" for one in comparison.differences)
+    if any(run.finite(metric_names.LOSS) for run in runs) and not (charts and alike):
         charts.append(draw(Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"}), runs))
     return document(
         Path(__file__).with_name("compare.html.j2"),

@@ -29,7 +29,7 @@ from lightning_mp.compat.lightning import (
     trainer_of,
 )
 from lightning_mp.deepspeed.merge import DeepSpeedJson, DeepSpeedNotes
-from lightning_mp.errors import Faults, PlanError
+from lightning_mp.errors import Faults, PlanError, near_keywords
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe
 from lightning_mp.plan import alike, diagnosis, for_strategy
 from lightning_mp.plan.engine import NOTHING, StepEngine
@@ -70,6 +70,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         PlanError: what was given cannot be carried out; every fault is named at once.
     """
 
+    @near_keywords
     def __init__(
         self,
         precision: Precision | str | int = "bf16-mixed",

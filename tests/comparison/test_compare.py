@@ -184,10 +184,12 @@ def test_a_plan_that_fails_in_a_seed_is_said_and_the_rest_stands(tmp_path: Path)
             {"plans": ["fp8-mixed", SMALL, "bf16-mixed"]},
             ["fp8-mixed: precision='fp8-mixed' on a model of which nothing"],
         ),
+        ({"devicez": 2}, ["devicez"]),
+        ({"seed": 3}, ["Did you mean 'seeds'"]),
         ({"strategy": "mp_dpp"}, ["mp_dpp"]),
         ({"out": Path(__file__)}, ["is a file"]),
     ],
-    ids=["all at once", "module", "small", "strategy", "out"],
+    ids=["all at once", "module", "small", "argument", "near", "strategy", "out"],
 )
 def test_refused(given: dict[str, Any], faults: list[str]) -> None:
     with pytest.raises(PlanError) as error:

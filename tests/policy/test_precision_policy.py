@@ -1,5 +1,6 @@
 """The policy: what may be written, what it is normalised to, and every fault of it at once."""
 
+import inspect
 import json
 from dataclasses import FrozenInstanceError, asdict, fields
 from typing import Any
@@ -297,6 +298,23 @@ def test_a_fault_says_what_is_allowed_and_what_to_do(
     assert fault.fix
     assert str(fault) in str(error.value)
     assert faults_of(lambda: MixedPrecisionPlan(**fields)) == error.value.faults
+
+
+@pytest.mark.parametrize(
+    ("keyword", "fix"),
+    [
+        ("pin", "did you mean 'pins', 'precision'?"),
+        ("gradient_checkpointing", "did you mean 'checkpointing'?"),
+        ("lossscale", "did you mean 'loss_scaling'?"),
+        ("zzz", "remove it"),
+    ],
+)
+def test_a_keyword_the_plan_does_not_have_is_refused(keyword: str, fix: str) -> None:
+    with pytest.raises(PlanError) as error:
+        MixedPrecisionPlan("16-mixed", **{keyword: None})  # type: ignore[arg-type]
+    (fault,) = error.value.faults
+    assert (fault.problem, fault.fix) == (f"unknown argument '{keyword}'", fix)
+    assert fault.allowed == ", ".join(["precision", *inspect.signature(MixedPrecisionPlan).parameters][1:])
 
 
 def test_every_fault_of_every_field_is_told_at_once() -> None:
