@@ -157,6 +157,11 @@ buffers_of = attrgetter("_buffers")
 BATCH_NORM: Any = _torch.nn.modules.batchnorm._BatchNorm
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Where the module keeps its children, as they are now and will be."""
+    return vars(module)["_modules"]
+
+
 def version(tensor: Tensor | None) -> int | None:
     """How often it was written to; tensors made in inference mode do not count it."""
     return None if tensor is None or tensor.is_inference() else tensor._version

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import apply_to_tensors
+from lightning_mp.compat.torch import apply_to_tensors, children_of
 from lightning_mp.compat.transformers import kept_in_fp32
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import wide_linear
@@ -155,11 +155,26 @@ def _called_above(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
             yield name
 
 
-def refuse_replaced(root: nn.Module, pin_map: PinMap) -> None:
-    """Raise a PlanError where code put another in place of a pinned module: nobody tells the plan of it."""
-    now = dict(root.named_modules(remove_duplicate=False))
+#: the children of what holds a module, its key among them, the module, and which pinned one it is or is around
+Places = list[tuple[Mapping[str, nn.Module | None], str, nn.Module, PinnedModule]]
+
+
+def places(root: nn.Module, pin_map: PinMap) -> Places:
+    """Where the pinned modules of ``root`` are, and what is around them, for ``refuse_replaced`` in every step."""
+    held = dict[tuple[int, str], Any]()
     for member in pin_map.covered:
-        if now.get(member.name) is not member.module:
+        module = root
+        for key in member.name.split("."):
+            children = children_of(module)
+            module = cast("nn.Module", children[key])
+            held[id(children), key] = children, key, module, member
+    return list(held.values())
+
+
+def refuse_replaced(held: Places) -> None:
+    """Raise a PlanError where code put another in place of a pinned module: nobody tells the plan of it."""
+    for children, key, module, member in held:
+        if children.get(key) is not module:
             raise PlanError.of(
                 f"{member.name!r}, pinned to {member.pin.dtype} ({member.pin.pattern!r}), was replaced in the run",
                 "replace it before trainer.fit(), or in configure_model",

@@ -1,9 +1,9 @@
 """The callbacks that change a project on stock plugins, and undo it: TF32, pins and checkpointing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -134,9 +134,18 @@ class ActivationCheckpointing(ActingCallback):
 
     plan_field = "checkpointing"
 
-    def __init__(self, modules: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        modules: Any,
+        *,
+        mode: Literal["full", "selective"] = "full",
+        every: int = 1,
+        save_ops: Iterable[str] | None = None,
+        preserve_rng: bool = True,
+    ) -> None:
         super().__init__()
-        self.config = Checkpointing(modules=modules, **options)
+        ops = None if save_ops is None else tuple(save_ops)
+        self.config = Checkpointing(modules=modules, mode=mode, every=every, save_ops=ops, preserve_rng=preserve_rng)
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
         """Checkpoint the activations of the matching modules."""

@@ -75,6 +75,7 @@ class StepEngine(ABC):
         self._module: nn.Module | None = None
         #: which pin covers which module; known after ``check``
         self.pin_map = pins.PinMap()
+        self._places: pins.Places = []
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         self._applied = ExitStack()
@@ -182,6 +183,7 @@ class StepEngine(ABC):
         self._next_check = 0
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -194,23 +196,26 @@ class StepEngine(ABC):
     # ------------------------------------------------------------------ the step
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """Around ``training_step``, after a look at which parameters were frozen or unfrozen."""
+        """Around ``training_step``, after a look at which parameters were frozen or unfrozen, and modules replaced.
+
+        The first is watched: whatever computes with a pinned weight outside of its module is refused.
+
+        Raises:
+            PlanError: a pinned module was replaced in the run.
+        """
         trained = [*map(_REQUIRES_GRAD, self._parameters)]
         if trained != self._trained:
             self._trained = trained
             self.on_trained_changed()
+        if self._places:
+            pins.refuse_replaced(self._places)
         return self.first_step("training_step")
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
-        """Around a step: the first of ``method`` is watched, unless the first of training was.
-
-        Raises:
-            PlanError: a pinned module was replaced, or something computes with a pinned weight outside of its module.
-        """
+        """Around a step: the first of ``method`` is watched, unless the first of training was."""
         if self._module is None or not self._watched.isdisjoint(("training_step", method)):
             return NOTHING
         self._watched.add(method)
-        pins.refuse_replaced(self._module, self.pin_map)
         return self._first_step(self._module)
 
     def _first_step(self, module: nn.Module) -> AbstractContextManager[Any]:

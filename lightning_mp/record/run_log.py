@@ -12,6 +12,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +39,7 @@ from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event
 from lightning_mp.record.run_folder import RUN, InUseError, RunFolder, is_ours, made_again
 
-#: for alerts: a Python warning would begin with a file and a line of this package
+#: for alerts: as a Python warning each would begin with a file and a line of this package
 _LOGGER = logging.getLogger("lightning_mp")
 RunDir = str | os.PathLike[str] | None
 #: the name of a run's own folder, and the key under which a checkpoint names it
@@ -209,6 +210,21 @@ def log(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
             logger.log_metrics(dict(values), step=step)
 
 
+def show_alert(writer: str, event: Event) -> None:
+    """On a terminal a panel, yellow or red: what, why, what to do; elsewhere, or where logging is set up, one line."""
+    if not sys.stderr.isatty() or _LOGGER.hasHandlers():
+        _LOGGER.warning("%s: %s", writer, event)
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    lines = {"what": str(replace(event, cause="", advice="")), "why": event.cause, "do": event.advice}
+    text = Text("\n").join(Text.assemble((f"{name:5}", "bold"), said) for name, said in lines.items() if said)
+    colour, title = "red" if event.severity == "error" else "yellow", f"{writer}: {event.severity}"
+    Console(stderr=True).print(Panel(text, title=title, border_style=colour, title_align="left"))
+
+
 class RunLog:
     """What one callback writes to the run's folder (on rank 0); the last 1,000 are in memory on every rank."""
 
@@ -272,7 +288,7 @@ class RunLog:
             self.folder.event(event)
         log(trainer, {f"{EVENT_COUNT}/{event.kind}": float(self._counts[event.kind])}, logged_step(trainer))
         if event.is_alert and trainer.is_global_zero:
-            _LOGGER.warning("%s: %s", self.writer, event)
+            show_alert(self.writer, event)
         else:
             rank_zero_info(f"{self.writer}: {event}")
 

@@ -1,4 +1,5 @@
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp import MixedPrecisionPlan, NonFinite, PlanError
 from lightning_mp.callbacks import LossScaleMonitor, NonFiniteGuard, PrecisionAudit, TrainingHealth
-from lightning_mp.record.run_log import RunLog
+from lightning_mp.record.events import Event
+from lightning_mp.record.run_log import RunLog, show_alert
 from support.models import Regression, batches
 from support.ranks import in_a_process
 from support.running import fit
+from support.terminal import Terminal
 
 QUIET: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 #: what a user may have called a file of their own
@@ -220,3 +223,20 @@ def test_a_failure_is_written_with_its_error(tmp_path: Path, watches: Any) -> No
         fit(Fails(), callbacks=[watches(run_dir=tmp_path)], max_steps=1)
     run = json.loads((tmp_path / "run.json").read_text())
     assert (run["status"], run["error"], run["plan"]) == ("failed", "ValueError: no more data", None)
+
+
+ALERT = Event(step=5, kind="scale_collapse", severity="error", cause="an overflow", advice="pin the head")
+
+
+def test_an_alert_is_a_panel_on_a_terminal_and_a_line_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    show_alert("TrainingHealth", ALERT)
+    assert f"TrainingHealth: {ALERT}" in caplog.text
+    monkeypatch.setattr(logging.getLogger("lightning_mp"), "hasHandlers", lambda: False)  # pytest has its own
+    with Terminal(80) as terminal:
+        show_alert("TrainingHealth", ALERT)
+    lines = [line.strip("│ ").rstrip() for line in terminal.text.splitlines()]
+    assert lines[0].startswith("╭─ TrainingHealth: error ─")
+    assert lines[1:4] == ["what step 5: scale collapse", "why  an overflow", "do   pin the head"]
+    assert {len(line) for line in terminal.text.splitlines()} == {80}

@@ -61,6 +61,7 @@ class Panel:
 KNOWN: tuple[Panel, ...] = (
     Panel("Loss", "loss", {names.LOSS: "training", names.VAL_LOSS: "validation"}),
     Panel("Gradient norm", "L2 norm", {names.GRAD_NORM: "all parameters"}, "log"),
+    Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
     Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped"),
     Panel("Skipped steps", "steps", {names.SKIPPED_STEPS: "in total"}, traits="stepped"),

@@ -15,6 +15,7 @@ OVERFLOWS = (1, 2, 9)
 LINES = {
     "Loss": {"training": "train/loss", "validation": "val/loss"},
     "Gradient norm": {"all parameters": "health/grad_norm"},
+    "Parameter norm": {"all parameters": "health/param_norm"},
     "Update-to-weight ratio": {"all parameters": "health/update_ratio"},
     "Loss scale": {"loss scale": "health/loss_scale"},
     "Skipped steps": {"in total": "health/skipped_steps"},
