@@ -215,6 +215,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         if optimizer is not None:
             with Faults("strategy") as faults:
                 self._engine.check_optimizers([optimizer], faults)
+                given: Any = (self.config or {}).get("scheduler")
+                if lr_scheduler is not None and given is not None:
+                    both = f"scheduler={given!r} in the JSON and {type(lr_scheduler).__name__} in configure_optimizers"
+                    faults.add(both, fix="remove one")
             self._source_group = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, names)
         for parameter in model.parameters():
             compat.cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell

@@ -85,7 +85,9 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         wrap: module classes, names of classes or patterns that become shard units; by default transformers'
             ``_no_split_modules``, else modules of 100M parameters.
         device_mesh: ``(replicas, shards)``: shard within a group, replicate across groups (HSDP).
+        data_parallel_size: ranks with data of their own, as in Lightning; by default what the others leave.
         tensor_parallel: ranks that split each layer between them, within the data-parallel ones.
+        tensor_parallel_size: the same, by Lightning's name.
         tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
         compile: ``torch.compile`` each block before it is sharded.
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
@@ -105,12 +107,14 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     plan_engine = ShardedEngine
     own_format = "sharded"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what it takes of Lightning's strategy, and what is its own
         self,
         *,
         wrap: Wrap = None,
         device_mesh: tuple[int, int] | None = None,
+        data_parallel_size: int | str = "auto",
         tensor_parallel: int = 1,
+        tensor_parallel_size: int | str = "auto",
         tp_plan: tensor_parallel.Plan | None = None,
         compile: bool = False,
         cpu_offload: bool = False,
@@ -128,7 +132,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._options, self._compile, self._wrap = options, compile, wrap
         self._offloads = cpu_offload or isinstance(options.get("offload_policy"), CPUOffloadPolicy)
         self._mesh: tuple[int, int] | None = device_mesh
-        self._tensor_parallel, self._tp_plan = tensor_parallel, tp_plan
+        self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
+        self._shards, self._tp_plan = data_parallel_size, tp_plan
         self._sharded = self._backward_inside = False
         #: the weights that are gathered in FP8 while it trains. Their shards stay plain fp32 tensors: what FSDP2 asks
         #: for hangs on them as attributes, which no state dict has
@@ -163,7 +168,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def degrees(self, world: int) -> tuple[int, int, int]:
         """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
         size = max(self._tensor_parallel, 1)
-        replicas, shards = self._mesh or (1, max(world // size, 1))
+        shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
+        replicas, shards = self._mesh or (1, shards)
         return replicas, shards, size
 
     @property

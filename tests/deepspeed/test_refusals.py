@@ -167,3 +167,15 @@ def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(MissingExtraError, match="pip install --no-build-isolation 'deepspeed"):
         make_strategy("deepspeed_zero2", MixedPrecisionPlan("16-mixed"))
+
+
+def test_a_schedule_in_the_json_beside_one_in_the_module_is_refused() -> None:
+    module, plan = Regression(), _plan()
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    composed = plan.apply(_attach(module, plan, config={"scheduler": scheduler}))
+    strategy: Any = module.trainer.strategy
+    strategy.config = composed  # as its setup does
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(PlanError, match=r"WarmupLR.* in the JSON and StepLR in configure_optimizers"):
+        strategy._setup_model_and_optimizer(module, optimizer, schedule)

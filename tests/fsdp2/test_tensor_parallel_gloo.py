@@ -168,7 +168,7 @@ WINDOWS = {"checkpointing": "LlamaDecoderLayer", "accumulate_grad_batches": 2}
 FUSED, MOMENTUM = partial(Language, optimizer="fused"), partial(Language, optimizer="momentum")
 CASES: dict[str, Split] = {
     "fused": Split("32-true", FUSED, PINNED | CLIP),
-    "tied": Split("32-true", partial(Language, "tied llama"), CLIP, {"tensor_parallel": 2}),
+    "tied": Split("32-true", partial(Language, "tied llama"), CLIP, {"tensor_parallel_size": 2}),
     "checkpointed": Split("32-true", options=WINDOWS),
     "16-mixed": Split("16-mixed", MOMENTUM, {**PINNED, "loss_scaling": STATIC}),
     "plain": Split("32-true", Mlp, CLIP, {**TP, "wrap": "Linear"}),
