@@ -13,6 +13,8 @@ import pytest
 import lightning_mp
 from lightning_mp import callbacks
 from lightning_mp.record.findings import CODES
+from record.report.browser import DESKTOP, PHONE, chromium
+from support.cells import WHOLE
 from support.docs import ROOT, text
 
 #: elements that load what they point to, and the attribute that points
@@ -23,6 +25,7 @@ LINKS = ("stylesheet", "icon", "preload", "modulepreload", "preconnect", "dns-pr
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning of the build fails it."""
     pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
     out = tmp_path_factory.mktemp("site")
     done = subprocess.run(
@@ -91,6 +94,37 @@ def test_nothing_is_loaded_from_another_server(site: Path, pages: dict[str, _Pag
         assert not re.search(r"""(?:url\(|@import)\s*["']?(?:https?:)?//""", sheet.read_text(encoding="utf-8")), sheet
 
 
+#: of a page: by how many pixels it scrolls sideways, the words of first columns that are broken, the code that is cut
+_LOOK = """() => {
+  const page = document.documentElement, broken = [], range = document.createRange();
+  for (const cell of document.querySelectorAll("article tr > :first-child")) {
+    const words = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let node; (node = words.nextNode());) for (const word of node.data.matchAll(/\\w+/g)) {
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size > 1) broken.push(word[0]);
+    }
+  }
+  const cut = [...document.querySelectorAll("pre code")].filter((code) => code.scrollWidth > code.clientWidth);
+  return [page.scrollWidth - page.clientWidth, broken, cut.map((code) => code.innerText.slice(0, 60))];
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [pytest.param(DESKTOP, id="desk", marks=WHOLE), pytest.param(PHONE, id="phone")])
+def test_pages_fit_the_screen(site: Path, device: dict[str, Any]) -> None:
+    """No page scrolls sideways, no word of a table's first column is broken; on a desk, no code is cut."""
+    with chromium() as browser:
+        page, found = browser.new_context(**device).new_page(), {}
+        for path in sorted(site.rglob("*.html")):
+            page.goto(path.as_uri())
+            scrolls, broken, cut = page.evaluate(_LOOK)
+            found[path.name] = (scrolls, broken, cut if device is DESKTOP else [])
+    assert len(found) > 20
+    assert {name: seen for name, seen in found.items() if any(seen)} == {}
+
+
 def test_links_of_the_readme_lead_to_pages() -> None:
+    """They are followed in a repository browser, and mkdocs does not see them."""
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", text("README.md")):
         assert (ROOT / target).exists(), target
