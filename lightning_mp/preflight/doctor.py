@@ -254,7 +254,7 @@ def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
 
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     """Every key of the JSON that contradicts the precision or the Trainer, with both values."""
-    own, trainer, faults = cast("Any", case.strategy), case.trainer, Faults()
+    own, trainer, faults = case.strategy, case.trainer, Faults()
     stock = DeepSpeedStrategy in type(own).__mro__
     given = (own._given or {}) if stock and hasattr(own, "plan_engine") else own.config if stock else own
     if not isinstance(given, Mapping):
