@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.compat.torch import TorchDispatchMode, in_backward
 from lightning_mp.errors import Faults, one_line
 from lightning_mp.modules.patterns import has_own_forward, original_class
-from lightning_mp.numerics.dtypes import dtype_name, floating_in, map_tensors
+from lightning_mp.numerics.dtypes import cast_within_range, dtype_name, floating_in, map_tensors
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, Call, PolicyCopy
 from lightning_mp.plan.engine import NOTHING
@@ -221,7 +221,8 @@ def _rounded(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
         turn = zip(coarse, dtypes, strict=True)
 
         def rounded(tensor: Tensor) -> Tensor:
-            return reduce(Tensor.to, next(turn), tensor.detach()) if tensor.is_floating_point() else tensor
+            # a mask of fp32's lowest number would be -inf in bf16, and a row of it NaN
+            return reduce(cast_within_range, next(turn), tensor.detach()) if tensor.is_floating_point() else tensor
 
         return map_tensors(given, rounded)
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from conformance.families import FAMILIES
 from lightning_mp import MixedPrecisionPlan, PlanError, first_difference
 from lightning_mp.cli import app
+from support import hf
 from support.cells import WHOLE
 from support.comparing import same
 
@@ -118,3 +119,19 @@ def test_the_command_prints_it(tmp_path: Any) -> None:
     result = CliRunner().invoke(app, [*run, "--plans", "fp32,bf16-true", "--json"])
     assert json.loads(result.stdout)["rows"] == []
     assert CliRunner().invoke(app, [*run, "--plans", "fp32,bf16,fp16"]).exit_code == 2
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = hf.llama(attn_implementation="eager")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = (torch.arange(ids.shape[1]) >= 2).long().expand_as(ids)
+        return self.model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+
+
+def test_the_mask_of_rows_that_attend_to_nothing_is_none() -> None:
+    """Its lowest number of fp32 is below bf16's."""
+    ids = torch.randint(hf.VOCABULARY, (2, hf.LENGTH))
+    assert not first_difference(Padded(), ids, "32-true", "bf16-true").rows

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_mp.numerics.rng import environment_kept
+
 
 class PeakMemory:
     """The most memory given out at one moment while it is entered, over what was at its beginning, in ``bytes``.
@@ -29,9 +31,10 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            # else Kineto, which reads this once, says on stderr that it starts and stops
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            self._profile.__enter__()
+            with environment_kept():
+                # else Kineto, which reads this once, says on stderr that it starts and stops
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+                self._profile.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
