@@ -89,10 +89,10 @@ def __getattr__(name: str) -> Any:
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{home}"), name)
+    value = getattr(import_module(f"{__name__}.{home}"), name)
     if home not in _APART:
         import_module(f"{__name__}.strategies.registry").register()
-    return found
+    return value
 
 
 def __dir__() -> list[str]:

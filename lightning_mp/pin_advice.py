@@ -129,11 +129,11 @@ class PinAdvice:
 
     def to_dict(self) -> dict[str, Any]:
         """``pins`` and ``rows``, as plain values; ``fp8_skip``, ``scale`` and ``confirmed`` where there are any."""
-        found: dict[str, Any] = {"pins": self.pins, "rows": [asdict(row) for row in self.rows]}
+        plain: dict[str, Any] = {"pins": self.pins, "rows": [asdict(row) for row in self.rows]}
         if self.fp8_errors is not None:
-            found |= {"fp8_skip": list(self.fp8_skip), "fp8_rows": [asdict(row) for row in self.fp8_rows]}
+            plain |= {"fp8_skip": list(self.fp8_skip), "fp8_rows": [asdict(row) for row in self.fp8_rows]}
         several = {"scale": self.scale, "confirmed": self.confirmed}
-        return found | {name: value for name, value in several.items() if value is not None}
+        return plain | {name: value for name, value in several.items() if value is not None}
 
     def __str__(self) -> str:
         policy, before, after = self.policy, f"{self.error_before:.2g}", f"{self.error_after:.2g}"
@@ -232,8 +232,8 @@ def suggest_pins(
         if not drawn:
             raise PlanError.of(f"batches={batches!r} hold none", "give a list, or a loader", "suggest_pins")
         advice = _Search(module, drawn, plan.policy, generators, tolerance, max_pins).advice()
-        found = bool(advice.rows or advice.fp8_rows or advice.scale)
-        return _confirmed(advice, cast("Any", module), drawn, device) if confirm and found else advice
+        harmful = bool(advice.rows or advice.fp8_rows or advice.scale)
+        return _confirmed(advice, cast("Any", module), drawn, device) if confirm and harmful else advice
     finally:
         set_rng_state(generators, device)
 
@@ -247,8 +247,8 @@ def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], d
 
     plans = {"with it": advice.suggested(), "without it": advice.policy}
     accelerator = "cpu" if device.type == "cpu" else "auto"
-    found = compare(module, loader, plans, seeds=SEEDS, steps=STEPS, accelerator=accelerator)
-    return replace(advice, comparison=found)
+    comparison = compare(module, loader, plans, seeds=SEEDS, steps=STEPS, accelerator=accelerator)
+    return replace(advice, comparison=comparison)
 
 
 class Call(NamedTuple):

@@ -405,16 +405,16 @@ def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]
     """
     if isinstance(plans, str):
         plans = [part.strip() for part in plans.split(",") if part.strip()]
-    found: dict[str, PrecisionPolicy] = {}
+    policies: dict[str, PrecisionPolicy] = {}
     for given, plan in plans.items() if isinstance(plans, Mapping) else [("", plan) for plan in plans]:
         read = _named_policy(plan, faults)
         if read is not None:
             name, policy = given or read[0], read[1]
-            number = sum(other == name or other.startswith(f"{name} (") for other in found)
-            found[f"{name} ({number + 1})" if number else name] = policy
+            number = sum(other == name or other.startswith(f"{name} (") for other in policies)
+            policies[f"{name} ({number + 1})" if number else name] = policy
     if len(plans) < 2:
         faults.add(counted(len(plans), "plan"), allowed="two or more", fix="write bf16-mixed,fp8-mixed")
-    return found
+    return policies
 
 
 def _named_policy(plan: PlanLike, faults: Faults) -> tuple[str, PrecisionPolicy] | None:

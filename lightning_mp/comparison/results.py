@@ -298,8 +298,8 @@ def _words(plan: PlanResult, difference: Difference, first: PlanResult) -> str:
     return ", ".join(filter(None, [loss, "" if speed is None else _times(speed), held]))
 
 
-def _ratio(one: Spread | None, other: Spread | None) -> float | None:
-    return one.mean / other.mean if one and other and other.mean else None
+def _ratio(ours: Spread | None, theirs: Spread | None) -> float | None:
+    return ours.mean / theirs.mean if ours and theirs and theirs.mean else None
 
 
 def _times(speed: float) -> str:
@@ -368,7 +368,7 @@ def render(comparison: Comparison) -> str:
     runs = [_run(plan.name, _mean_curve(of)) for plan, of in zip(plans, curves, strict=True)]
     seeds = f"mean of {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
     charts = [_difference_chart(comparison, seeds)] if any(curves[1:]) and curves[0] else []
-    alike = all(one.verdict == "same" for one in comparison.differences)
+    alike = all(difference.verdict == "same" for difference in comparison.differences)
     if any(run.finite(metric_names.LOSS) for run in runs) and not (charts and alike):
         charts.append(draw(Panel(f"Loss, {seeds}", "loss", {metric_names.LOSS: "loss"}), runs))
     return document(

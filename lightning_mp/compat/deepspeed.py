@@ -246,7 +246,7 @@ def cast_partition(parameter: Any) -> None:
 
 def gathers(module: Any) -> bool:
     """Whether ZeRO-3 has to gather a parameter of ``module`` itself when it runs."""
-    return any(is_partitioned(one) and not one.numel() for one in module.parameters(recurse=False))
+    return any(is_partitioned(parameter) and not parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def gathered_changes_told(parameter: Any, tell: Callable[[], None]) -> AbstractContextManager[None]:

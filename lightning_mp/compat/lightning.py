@@ -129,7 +129,7 @@ def trainer_of(module: Any) -> Trainer | None:
 
 def attached_to(module: Any) -> list[Any]:
     """The Trainer and the Fabric that a LightningModule belongs to."""
-    return [one for one in (vars(module).get(name) for name in ("_trainer", "_fabric")) if one is not None]
+    return [owner for owner in (vars(module).get(name) for name in ("_trainer", "_fabric")) if owner is not None]
 
 
 def is_compiled(module: Any) -> bool:

@@ -65,7 +65,7 @@ class GatherExtension:
     @classmethod
     def of(cls, model: nn.Module) -> list[Self]:
         """One for every parameter in a unit of ``model``."""
-        return [cls(one) for one in _sharded_below(model)]
+        return [cls(parameter) for parameter in _sharded_below(model)]
 
     @property
     def local(self) -> Any:
@@ -183,8 +183,8 @@ class UnusedParameters:
     def _complete(self, group: Any, *, last: bool) -> None:
         """Put zeros where this rank has no gradient, before the unit's are reduced."""
         self._reduced = True
-        members = {one for one in group.fsdp_params if one.sharded_param.requires_grad}
-        missing = {one for one in members if not _has_gradient(one)}
+        members = {parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad}
+        missing = {parameter for parameter in members if not _has_gradient(parameter)}
         self._used |= members - missing
         if missing == members:
             if not last:  # of a unit that ran twice, all gradients come with the first forward
@@ -192,10 +192,10 @@ class UnusedParameters:
             if group._training_state.name != "PRE_BACKWARD":  # the pass did not come to the unit's output
                 self._skipped |= members
                 return
-        for one in missing:
-            if one.sharded_param.grad is None:
-                self._missed.add(one)
-            one.unsharded_param.grad = torch.zeros_like(one.unsharded_param)
+        for parameter in missing:
+            if parameter.sharded_param.grad is None:
+                self._missed.add(parameter)
+            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
     def finish_backward(self) -> None:
         """After a backward pass: take the gradient away from parameters that no rank used in the window.
@@ -205,17 +205,17 @@ class UnusedParameters:
         self._left = dict.fromkeys(self._groups, 0)
         if not self._reduced:
             return
-        flags = torch.tensor([one in self._used for one in self._names], dtype=torch.uint8)
+        flags = torch.tensor([parameter in self._used for parameter in self._names], dtype=torch.uint8)
         # From pinned memory, so that nothing waits for the device.
         there = (flags.pin_memory() if self._device.type == "cuda" else flags).to(self._device, non_blocking=True)
         dist.all_reduce(there, op=dist.ReduceOp.MAX)
         absent = self._skipped - self._used
         if self._missed or absent:
-            for (one, name), used in zip(self._names.items(), there.tolist(), strict=True):
-                if used and one in absent:
+            for (parameter, name), used in zip(self._names.items(), there.tolist(), strict=True):
+                if used and parameter in absent:
                     raise ranks_apart(f"the unit of {name!r}, which ran on some ranks only")
-                if not used and one in self._missed:
-                    one.sharded_param.grad = None
+                if not used and parameter in self._missed:
+                    parameter.sharded_param.grad = None
         self._forget()
 
 

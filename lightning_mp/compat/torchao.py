@@ -42,7 +42,7 @@ def _recipe(recipe: str, emulate: bool) -> tuple[Any, Any]:
     config = _float8("config").Float8LinearConfig.from_recipe_name(_RECIPES.get(recipe, recipe))
     config = replace(config, emulate=emulate)
     products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    each = (tensors.ScaledMMConfig(emulate, one.use_fast_accum, False, False) for one in products)
+    each = (tensors.ScaledMMConfig(emulate, product.use_fast_accum, False, False) for product in products)
     return config, tensors.LinearMMConfig(*each)
 
 

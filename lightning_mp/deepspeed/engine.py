@@ -288,7 +288,7 @@ class Trained:
     def refuse_changed(self, module: nn.Module) -> None:
         """Raise a RuntimeError where parameters were frozen or unfrozen: ZeRO partitioned what was trained."""
         _refuse(
-            [name for name, one in module.named_parameters() if one.requires_grad != (name in self._named)],
+            [name for name, parameter in module.named_parameters() if parameter.requires_grad != (name in self._named)],
             "frozen or unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
             "change it before trainer.fit(), and begin a second run there, or use strategy='mp_fsdp2'",
         )

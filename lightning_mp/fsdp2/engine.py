@@ -58,7 +58,7 @@ class ShardedEngine(StepEngine):
         if self.distributed:
             self.hook_watch = WholeNorms()
             below = [named for named in model.named_modules() if named[0]]
-            units: dict[str, Any] = {plain_name(name): one for name, one in below if isinstance(one, _UNITS)}
+            units: dict[str, Any] = {plain_name(name): part for name, part in below if isinstance(part, _UNITS)}
             compiled = any(map(is_compiled, model.modules()))
             self._reads = None if compiled else ShardReads(model, sharding_compat.shards(model))
             self._connected.callback(FirstForward(model, units, self.device, compiled=compiled).release)
@@ -195,10 +195,10 @@ class ShardReads(TorchFunctionMode):
             raise _refused(name)
         return result
 
-    def _without_values(self, one: Tensor) -> Tensor:
-        if id(one) not in self._names or not isinstance(one, DTensor):
-            return one
-        return one.to_local().detach().new_empty(()).expand(one.shape)
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._names or not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.to_local().detach().new_empty(()).expand(tensor.shape)
 
 
 def _refused(name: str) -> PlanError:

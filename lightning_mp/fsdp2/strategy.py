@@ -183,7 +183,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Decide how the module is split; ``None`` where it is sharded already."""
         refuse_callbacks(module, "sharded weights", faults)
         refuse_weights(module, faults, self._options.get("ignored_params") or ())
-        if any(isinstance(one, FSDPModule) for one in module.modules()):  # by configure_model, or a run before
+        if any(isinstance(part, FSDPModule) for part in module.modules()):  # by configure_model, or a run before
             check_users_sharding(module, engine.policy, engine.pin_map, faults)
             return None
         storage, size = engine.policy.storage_dtype, self._tensor_parallel
@@ -297,12 +297,12 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
         in_fp8 = training or cast("Any", plan_of(self).policy.fp8).evaluate == "fp8"
         if in_fp8:
-            amax = torch.stack(list(norms([one.local for one in self._in_fp8], torch.inf)))
+            amax = torch.stack(list(norms([weight.local for weight in self._in_fp8], torch.inf)))
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._fp8_group)
-            for one, scale in zip(self._in_fp8, torchao.scales(amax).unbind(), strict=True):
-                one.scale = scale
-        for one in self._in_fp8:  # of which one that fell back to bf16 is no longer converted
-            one.use(in_fp8 and is_converted(one.module))
+            for weight, scale in zip(self._in_fp8, torchao.scales(amax).unbind(), strict=True):
+                weight.scale = scale
+        for weight in self._in_fp8:  # of which one that fell back to bf16 is no longer converted
+            weight.use(in_fp8 and is_converted(weight.module))
 
     training_step: Any = partialmethod(_as_forward, "training_step", "train_step_context")
     validation_step: Any = partialmethod(_as_forward, "validation_step", "val_step_context")

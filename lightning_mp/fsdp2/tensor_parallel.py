@@ -43,9 +43,9 @@ class Replicated(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicated(one: Any) -> Any:
-            plain = isinstance(one, torch.Tensor) and not isinstance(one, DTensor)
-            return DTensor.from_local(one, device_mesh, [Replicate()], run_check=False) if plain else one
+        def replicated(tensor: Any) -> Any:
+            plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)
+            return DTensor.from_local(tensor, device_mesh, [Replicate()], run_check=False) if plain else tensor
 
         def wrap(_module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Any:
             return tuple(map(replicated, inputs))

@@ -245,7 +245,7 @@ _FLOATING = (*TORCH_DTYPES.values(), torch.float64)
 def cannot_initialise(model: nn.Module, faults: Faults) -> None:
     """Note modules on the meta device that nothing says how to initialise."""
     for name, module in model.named_modules():
-        if any(one.is_meta for one in _own(module).values()) and not _initialisers(module, model):
+        if any(tensor.is_meta for tensor in _own(module).values()) and not _initialisers(module, model):
             faults.add(
                 f"module {name or type(model).__name__!r} on the meta device, which has no reset_parameters()",
                 fix="give the module reset_parameters(), or build it outside init_module(empty_init=True)",

@@ -28,7 +28,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that are there, dense ones as they are, sparse ones as their (coalesced) values."""
-    found: list[Tensor] = []
+    held: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -39,8 +39,8 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
             gradient = parameter.grad.values()
         if hasattr(gradient, "to_local"):
             gradient = local(gradient)
-        found.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
-    return found
+        held.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+    return held
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -87,11 +87,11 @@ def _multiply_(members: list[Tensor], factor: Tensor) -> None:
 
 def _places(tensors: Sequence[Tensor]) -> dict[torch.device, dict[torch.dtype, list[int]]]:
     """Where in ``tensors`` those of each device and dtype are, less empty ones: a rank may hold nothing of one."""
-    found: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    by_device: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.numel():
-            found.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(place)
-    return found
+            by_device.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(place)
+    return by_device
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -41,7 +41,7 @@ def place(state: LossScaleState, device: torch.device | str, dtype: torch.dtype 
     """The same state as 0-d tensors on ``device``; what is there already is kept, not copied."""
     values = state.scale, state.growth_tracker, state.hysteresis_left, state.overflowed_at_min
     dtypes = dtype, torch.int32, torch.int32, torch.bool
-    tensors = (torch.as_tensor(one, dtype=of, device=device) for one, of in zip(values, dtypes, strict=True))
+    tensors = (torch.as_tensor(value, dtype=of, device=device) for value, of in zip(values, dtypes, strict=True))
     return LossScaleState(*tensors)
 
 
@@ -57,11 +57,11 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
         values = astuple(adjust(config, place(state, "cpu", torch.float64), found_inf))
         return LossScaleState(*(value.item() for value in values))
     scale, tracker, left = state.scale, cast("Tensor", state.growth_tracker), cast("Tensor", state.hysteresis_left)
-    found = torch.as_tensor(found_inf, device=scale.device).to(torch.bool).reshape(())
+    overflowed = torch.as_tensor(found_inf, device=scale.device).to(torch.bool).reshape(())
     if not config.dynamic:
-        return LossScaleState(scale, tracker, left, found)
-    exhausted = found & (left <= 1)
-    ticked = torch.where(found, -config.growth_delay, tracker + 1)
+        return LossScaleState(scale, tracker, left, overflowed)
+    exhausted = overflowed & (left <= 1)
+    ticked = torch.where(overflowed, -config.growth_delay, tracker + 1)
     grows = ticked == config.growth_interval  # never on an overflow: the tracker is then <= 0
     lowered = _times(scale, config.backoff_factor).clamp(min=config.min_scale)
     raised = _times(scale, config.growth_factor)
@@ -69,8 +69,8 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
         raised = raised.clamp(max=config.max_scale)
     if config.max_scale is None or scale.dtype is torch.float32:  # there "no ceiling" still ends where fp32 does
         raised = torch.where(raised.float().isinf(), scale, raised)
-    refills = grows | ~found if config.consecutive_hysteresis else grows
-    spent = torch.where(found, (left - 1).clamp(min=1), left)
+    refills = grows | ~overflowed if config.consecutive_hysteresis else grows
+    spent = torch.where(overflowed, (left - 1).clamp(min=1), left)
     return LossScaleState(
         scale=torch.where(exhausted, lowered, torch.where(grows, raised, scale)),
         growth_tracker=torch.where(grows, 0, ticked).to(tracker.dtype),
@@ -329,8 +329,8 @@ class LossScaler(GradScaler):
         self._count(self._of(optimizer), found_inf)
 
     def _read(self, flag: Tensor) -> bool:
-        self._last = found = bool(flag.item())
-        return found
+        self._last = skipped = bool(flag.item())
+        return skipped
 
     def _count(self, known: _Gradients, flag: Tensor) -> None:
         self.attempts += 1

@@ -99,8 +99,8 @@ class Part(nn.Module):
 
     def train_own(self, mode: bool) -> None:
         """Train or evaluate what only the stage has, of which the module does not know."""
-        for one in self._own:
-            one.training = mode
+        for module in self._own:
+            module.training = mode
 
 
 def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> list[nn.Module]:

@@ -27,7 +27,7 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
     ranks = apart(hashlib.sha256(repr(mine).encode()).digest(), device, mine=(*mine, where))
     if not ranks:
         return
-    plans, tensors, found, devices = zip(*ranks, strict=True)
+    plans, tensors, noted, devices = zip(*ranks, strict=True)
     places = (place for place in zip_longest(*tensors, fillvalue="nothing more") if len(set(place)) > 1)
     # what a rank cannot run may follow from another plan or module
     if len(set(plans)) > 1:
@@ -38,9 +38,9 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
         given = f"{type(module).__name__} differs between ranks: it has {_by_rank(differing)}"
         faults.found[:] = [Fault(given, fix="make the same module on every rank, and freeze the same parameters")]
     else:
-        holders = {fault: [rank for rank, own in enumerate(found) if fault in own] for own in found for fault in own}
+        holders = {fault: [rank for rank, own in enumerate(noted) if fault in own] for own in noted for fault in own}
         faults.found[:] = [
-            fault if len(held) == len(found) else replace(fault, problem=f"{fault.problem}, on rank {held[0]}")
+            fault if len(held) == len(noted) else replace(fault, problem=f"{fault.problem}, on rank {held[0]}")
             for fault, held in holders.items()
         ]
 

@@ -126,12 +126,12 @@ def error(
     # of which nothing is left once the batch is run again
     from_gradients = named(nonfinite.from_gradients(module, _kept_gradient))
     origin = None if replay is None else named(nonfinite.locate(module, replay))
-    found = first_bad_rank(origin, bad_loss, distributed=distributed)
-    if found.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
-        if from_gradients is not None and replay is not None and not found.bad_loss:
+    diagnosis = first_bad_rank(origin, bad_loss, distributed=distributed)
+    if diagnosis.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
+        if from_gradients is not None and replay is not None and not diagnosis.bad_loss:
             from_gradients = replace(from_gradients, phase="after backward")
-        found = first_bad_rank(from_gradients, bad_loss, distributed=distributed)
-    return found.error(verdict, bad_loss=found.bad_loss, step=step, scale=scale)
+        diagnosis = first_bad_rank(from_gradients, bad_loss, distributed=distributed)
+    return diagnosis.error(verdict, bad_loss=diagnosis.bad_loss, step=step, scale=scale)
 
 
 def applied_none(tried: int, scale: float | None, stop: str = "nonfinite='raise'") -> NonFiniteError:

@@ -71,8 +71,8 @@ class Advice:
             raise PlanError.of(said, "write the model section yourself", "advise")
         groups = {"plan": "auto", "strategy": layout.strategy, **({} if module else {"model": "llama_tiny"})}
         groups |= {"data": "library_text", "trainer": "gpu", "callbacks": "health"}
-        found: dict[str, Any] = {"defaults": [*({group: name} for group, name in groups.items()), "_self_"]}
-        found["plan"] = plan = dict[str, Any](precision=layout.precision)
+        config: dict[str, Any] = {"defaults": [*({group: name} for group, name in groups.items()), "_self_"]}
+        config["plan"] = plan = dict[str, Any](precision=layout.precision)
         if layout.checkpointing != "none":
             in_gpt = module is not None and ("n_layer" in module or module["model_type"] == "falcon")
             modules = "*.h.*" if in_gpt else "*.layers.*"  # the list that holds the layers
@@ -80,9 +80,9 @@ class Advice:
         if staged:
             stages = {"stages": layout.pipeline, "microbatches": layout.accumulate, "schedule": "1f1b"}
             shard = {"shard": True} if layout.data > 1 else {}
-            found["strategy"] = {**stages, "data_parallel_size": layout.data, **shard}
+            config["strategy"] = {**stages, "data_parallel_size": layout.data, **shard}
         elif layout.tensor > 1:
-            found["strategy"] = {"tensor_parallel": layout.tensor}
+            config["strategy"] = {"tensor_parallel": layout.tensor}
         if module is None:
             width = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
             heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
@@ -90,18 +90,18 @@ class Advice:
         else:
             kept = {key: value for key, value in module.items() if key not in _NOT_OF_A_MODEL}
             model = {"_target_": _CAUSAL_LM, "architecture": module["model_type"], "config": kept}
-        found["model"] = {**model, "lr": 3e-4}
+        config["model"] = {**model, "lr": 3e-4}
         rows = layout.micro_batch * (layout.accumulate if staged else 1)  # a pipeline cuts its batches itself
-        found["data"] = {"vocab": shape.vocab, "context": shape.seq_len, "batch_size": rows}
-        found["trainer"] = {"devices": min(layout.gpus, layout.gpus_per_node), "num_nodes": layout.nodes}
-        found["seed"] = 0
+        config["data"] = {"vocab": shape.vocab, "context": shape.seq_len, "batch_size": rows}
+        config["trainer"] = {"devices": min(layout.gpus, layout.gpus_per_node), "num_nodes": layout.nodes}
+        config["seed"] = 0
         if layout.accumulate > 1 and not staged:
-            found["trainer"]["accumulate_grad_batches"] = layout.accumulate
+            config["trainer"]["accumulate_grad_batches"] = layout.accumulate
         if self.tokens is not None:
             batch = layout.data * layout.micro_batch * layout.accumulate * shape.seq_len
-            found["trainer"] |= {"max_steps": math.ceil(self.tokens / batch), "max_epochs": -1}
+            config["trainer"] |= {"max_steps": math.ceil(self.tokens / batch), "max_epochs": -1}
         head = f"# {in_short(shape.params)} parameters on {layout.gpus} x {layout.gpu.word}: {choice}."
-        return f"{head}\n# {choice.reason}.\n" + yaml.safe_dump(found, sort_keys=False)
+        return f"{head}\n# {choice.reason}.\n" + yaml.safe_dump(config, sort_keys=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -278,6 +278,6 @@ def _nearest(shape: ModelShape, base: Layout, offload: bool) -> int | None:
     """How many GPUs are enough: the first of twice, four times, … as many."""
     for gpus in (base.gpus * 2**power for power in range(1, 14)):
         layouts = _layouts(shape, replace(base, gpus=gpus), None, offload)
-        if any(each is not None and each.fits for each in (_best_of(shape, one, None, 1) for one in layouts)):
+        if any(each is not None and each.fits for each in (_best_of(shape, layout, None, 1) for layout in layouts)):
             return gpus
     return None

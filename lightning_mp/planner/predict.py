@@ -211,8 +211,8 @@ def fits(
 
             return predict_memory(module, mapped(of, batch), there, strategy=strategy(there), **run)
 
-        found = known if known is not None and recomputed == own else predict(given)
-        yield Fit(mode, found, most_rows(lambda rows: predict(rows).peak_bytes, memory, given, found))
+        prediction = known if known is not None and recomputed == own else predict(given)
+        yield Fit(mode, prediction, most_rows(lambda rows: predict(rows).peak_bytes, memory, given, prediction))
 
 
 def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> int:

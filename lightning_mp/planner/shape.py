@@ -291,12 +291,12 @@ def checked(
 
     ``words`` are further fields of :class:`Layout`; ``data`` and ``accumulate`` may be ``None``, and follow then.
     """
-    found, mode = find(gpu, faults), precision_word(precision)
+    card, mode = find(gpu, faults), precision_word(precision)
     if mode not in PRECISIONS:
         faults.add(f"unknown precision {precision!r}", allowed=", ".join(PRECISIONS), fix=precision_fix(precision))
-    elif found is not None and found.peak(mode) is None:
-        nearest = "bf16-mixed" if found.peak("bf16-mixed") else "16-mixed"
-        faults.add(f"{found.word} has no units for precision={mode!r}", fix=f"use {nearest!r}")
+    elif card is not None and card.peak(mode) is None:
+        nearest = "bf16-mixed" if card.peak("bf16-mixed") else "16-mixed"
+        faults.add(f"{card.word} has no units for precision={mode!r}", fix=f"use {nearest!r}")
     strategy = str(strategy).removeprefix("mp_")
     if strategy not in strategies:
         faults.unknown("strategy", strategy, strategies, "write one of these")
@@ -307,12 +307,12 @@ def checked(
         faults.whole(name, said[name], 1, "write a positive whole number")
     if interconnect_gbps is not None and not (is_number(interconnect_gbps) and interconnect_gbps > 0):
         faults.add(f"interconnect_gbps={interconnect_gbps!r}", allowed="Gbit/s of a node, above 0", fix="write 400")
-    if faults.found or found is None or mode is None:
+    if faults.found or card is None or mode is None:
         return None
     stages, split = said.get("pipeline", 1), said.get("tensor", 1) * said.get("context", 1)
     said = {"data": said["gpus"] // (stages * split), "accumulate": 4 * stages if stages > 1 else 1, **said}
-    gbps = interconnect_gbps or default_gbps(found)
-    layout = Layout(found, strategy=strategy, precision=mode, interconnect_gbps=gbps, **said)
+    gbps = interconnect_gbps or default_gbps(card)
+    layout = Layout(card, strategy=strategy, precision=mode, interconnect_gbps=gbps, **said)
     _check_degrees(layout, shape, faults)
     return layout
 

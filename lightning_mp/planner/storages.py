@@ -116,7 +116,7 @@ def fake_module(module: nn.Module, device: torch.device) -> Any:
     """Within ``FakeCopies``, a copy of ``module`` with fakes on ``device``, attached to no Trainer; ties hold."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
-        memo.update((id(one), None) for one in attached_to(inner))
+        memo.update((id(owner), None) for owner in attached_to(inner))
     for tensor in (*module.parameters(), *module.buffers()):
         memo[id(tensor)] = fake(tensor, device)
         if tensor.grad is not None:
@@ -225,8 +225,8 @@ class Storages(TorchDispatchMode):
         if value is None:
             return [mask]
         with without_modes():
-            found = value.nonzero(as_tuple=True)
-        return [fake(index, cast("Tensor", mask).device) for index in found]
+            indices = value.nonzero(as_tuple=True)
+        return [fake(index, cast("Tensor", mask).device) for index in indices]
 
     def _read(self, tensor: Any) -> Any:
         """The value where it is known; else 0 of a flag or boolean, 1 of any other: finite gradients, a first count."""

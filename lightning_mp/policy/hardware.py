@@ -126,10 +126,10 @@ class GPU:
 
 def find(word: str, faults: Faults) -> GPU | None:
     """The GPU called ``word``; an unknown one is noted in ``faults`` with the nearest names."""
-    found = GPUS.get(str(word).lower())
-    if found is None:
+    known = GPUS.get(str(word).lower())
+    if known is None:
         faults.unknown("gpu", word, GPUS, "write one of these")
-    return found
+    return known
 
 
 #: bytes/s in one direction of 16 lanes: generation 3, 4 and 5 (PCI-SIG)

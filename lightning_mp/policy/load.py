@@ -102,7 +102,7 @@ class Places(dict[str, str]):
     def below(self, section: str, key: str) -> str:
         """As :meth:`of`, for a key of ``section`` or, by its last part alone, of what stands in it."""
         full, within = (f"{section}.{key}", f".{section}.") if section else (key, "")
-        deeper = [found for found in self if found.endswith(f".{key}") and within in f".{found}"]
+        deeper = [place for place in self if place.endswith(f".{key}") and within in f".{place}"]
         return self.of(full if full in self or len(deeper) != 1 else deeper[0])
 
 

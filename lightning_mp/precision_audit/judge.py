@@ -184,13 +184,13 @@ def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator
     ]
     for what, declared, dtypes, differs, cause in rows:
         if declared is not None and differs:
-            found = joined(dtypes) or ""
-            yield Difference(what, declared, found, cause.reason, _fix(cause, name, found, declaration))
+            observed = joined(dtypes) or ""
+            yield Difference(what, declared, observed, cause.reason, _fix(cause, name, observed, declaration))
 
 
-def _fix(cause: _Cause, name: str, found: str, declaration: Declaration) -> str:
+def _fix(cause: _Cause, name: str, observed: str, declaration: Declaration) -> str:
     """What to do, with the pin that would declare what was found where one can be written."""
-    dtype = found if cause.pin == _FOUND else cause.pin
+    dtype = observed if cause.pin == _FOUND else cause.pin
     scaled = declaration.compute == "fp16" and declaration.autocast
     if dtype not in STORAGE_DTYPES or not name or (dtype == "fp16" and scaled and not declaration.plan):
         return cause.fix
@@ -204,21 +204,21 @@ def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[s
     """What is declared, the dtypes of what ran otherwise, and why; none of a quantized weight, whose kernel chooses."""
     wanted = None if seen.special else declaration.declared(name)
     wrong = [ran for ran in seen.ran if wanted is not None and not _as_declared(ran, name, seen, declaration, wanted)]
-    found, kinds = {dtype for ran in wrong for dtype in ran.dtypes}, {ran.kind for ran in wrong}
+    computed, kinds = {dtype for ran in wrong for dtype in ran.dtypes}, {ran.kind for ran in wrong}
     if name in declaration.pins:
-        return wanted, found, _PIN_NOT_IN_FORCE
+        return wanted, computed, _PIN_NOT_IN_FORCE
     if declaration.products.get(name) == "fp8":
-        return wanted, found, _NOT_FP8
+        return wanted, computed, _NOT_FP8
     if declaration.autocast and kinds & {"norm", "statistic"}:
         # an operator of torch's whose weight is half too was given a cast one: a pin to fp32 would not stop that
-        return "fp32", found, _HALF_NORM if "statistic" in kinds else _HALF_NORM._replace(pin=_FOUND)
-    if wanted == "tf32" or found == {"tf32"}:
-        return wanted, found, _TF32
-    return wanted, found, _OUTSIDE_AUTOCAST if found == {"fp32"} and declaration.autocast else _CASTS_ITSELF
+        return "fp32", computed, _HALF_NORM if "statistic" in kinds else _HALF_NORM._replace(pin=_FOUND)
+    if wanted == "tf32" or computed == {"tf32"}:
+        return wanted, computed, _TF32
+    return wanted, computed, _OUTSIDE_AUTOCAST if computed == {"fp32"} and declaration.autocast else _CASTS_ITSELF
 
 
 def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
-    found, pinned, product = set(ran.dtypes), name in declaration.pins, declaration.products.get(name)
+    ran_in, pinned, product = set(ran.dtypes), name in declaration.pins, declaration.products.get(name)
     by_lists = declaration.autocast and not pinned
     if product == "fp8":  # its bias and what it was given are autocast's
         wanted = "fp8" if ran.kind == "product" else declaration.compute or wanted
@@ -229,22 +229,22 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
             None,
             "fp8",
         )  # half operands, where no kernel takes them
-        return found <= {wanted} | tf32 | ({"fp32", "tf32"} if widened else set())
+        return ran_in <= {wanted} | tf32 | ({"fp32", "tf32"} if widened else set())
     wanted = "fp32" if wanted == "tf32" else wanted
     if ran.kind == "lookup":
-        return found <= {"fp32", declaration.stored(name), None if by_lists else wanted}
+        return ran_in <= {"fp32", declaration.stored(name), None if by_lists else wanted}
     if ran.kind == "norm" and by_lists:
         # fp32 weights or statistics with a half input: the kernel sums in fp32, and autocast leaves it alone
         # what comes in may be what a pinned module handed on
-        return found <= {wanted, "fp32", *declaration.pins.values()} and ("fp32" in found or not ran.weighted)
+        return ran_in <= {wanted, "fp32", *declaration.pins.values()} and ("fp32" in ran_in or not ran.weighted)
     if ran.kind == "norm":
-        return found <= {wanted, "fp32"}
+        return ran_in <= {wanted, "fp32"}
     # a norm written out in elementwise operators, as language models' RMS norms are
     written_out = "norm" in seen.class_name.lower() and not {"product", "norm"} & {other.kind for other in seen.ran}
     if (pinned and wanted == "fp32") or (by_lists and ran.kind == "statistic" and written_out):
-        return not found & _HALF
+        return not ran_in & _HALF
     # what pinned modules hand on may be worked with anywhere, and so may fp32
-    return not found & (_HALF - {wanted, *declaration.pins.values()})
+    return not ran_in & (_HALF - {wanted, *declaration.pins.values()})
 
 
 # ---------------------------------------------------------------------- likely causes, and what to do

@@ -64,18 +64,18 @@ def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:
     """What ``func(*args)`` was, or ``None`` where its dtype says nothing (copies, views, creation, integers)."""
     name, weighted = func.overloadpacket.__name__, False
     if is_product(name):
-        kind, found = "product", _products(name, args)
+        kind, seen = "product", _products(name, args)
     elif name in _NORMS or ("batch_norm" in name and "backward" not in name):
-        kind, found, weighted = "norm", dtypes(args), len(floating_in(args)) > 1
+        kind, seen, weighted = "norm", dtypes(args), len(floating_in(args)) > 1
     elif name in _LOOKUPS:
-        kind, found = "lookup", dtypes(args[:1])
+        kind, seen = "lookup", dtypes(args[:1])
     elif name in _STATISTICS:
-        kind, found = "statistic", dtypes(result)
+        kind, seen = "statistic", dtypes(result)
     elif name in _AS_POINTWISE or (torch.Tag.pointwise in cast("OpOverload", func).tags and name not in _COPIES):
-        kind, found = "pointwise", dtypes(result)
+        kind, seen = "pointwise", dtypes(result)
     else:
         return None
-    return Ran(kind, tuple(sorted(found)), weighted) if found else None
+    return Ran(kind, tuple(sorted(seen)), weighted) if seen else None
 
 
 def is_product(name: str) -> bool:

@@ -130,7 +130,7 @@ def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
     tables = {module.num_embeddings for _, module in case.modules if isinstance(module, nn.Embedding)}
     outputs = [out for _, out in odd.values() if out in tables and out > _SMALL_TABLE and out % multiple]
     weights = sum(inputs * out for inputs, out in odd.values())
-    if not odd or (not outputs and weights < _SHARE * sum(one.numel() for one in case.parameters.values())):
+    if not odd or (not outputs and weights < _SHARE * sum(parameter.numel() for parameter in case.parameters.values())):
         return
     shapes = listed([f"{name or 'the model itself'} ({' x '.join(map(str, sizes))})" for name, sizes in odd.items()])
     what, fix = f"sizes that are not multiples of {multiple}: {shapes}", f"round sizes up to multiples of {multiple}"

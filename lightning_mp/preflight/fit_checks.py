@@ -55,20 +55,20 @@ class ModelUnderTest:
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every floating parameter once, by its first name."""
-        return {name: one for name, one in self.model.named_parameters() if one.is_floating_point()}
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.is_floating_point()}
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of ``parameters`` that are trained."""
-        return {name: one for name, one in self.parameters.items() if one.requires_grad}
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @cached_property
     def pinned(self) -> dict[int, str]:
         """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
         if self.policy is None:
             return {}
-        found = pins.resolve(self.model, self.policy.pins, Faults(), self.policy.storage_dtype)
-        return {id(member.module): member.pin.dtype for member in found.members} | found.dtypes()
+        pin_map = pins.resolve(self.model, self.policy.pins, Faults(), self.policy.storage_dtype)
+        return {id(member.module): member.pin.dtype for member in pin_map.members} | pin_map.dtypes()
 
     @cached_property
     def _kept(self) -> dict[int, torch.dtype]:
@@ -170,10 +170,10 @@ def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
             tops.append(name)
     if tops:
         root = "self" if isinstance(case.model, LightningModule) else "model"
-        one = ".".join(filter(None, (root, tops[0]))) if len(tops) == 1 else "each"
+        which = ".".join(filter(None, (root, tops[0]))) if len(tops) == 1 else "each"
         off = "dropout, batch statistics and transformers' gradient checkpointing are off there"
         why = f"{off}; from_pretrained() returns models in eval mode, and Trainer.fit does not change it"
-        fix = f"call {one}.train() where the model is made, or before fit"
+        fix = f"call {which}.train() where the model is made, or before fit"
         what = f"in eval mode with trainable weights: {listed(tops)}"
         yield Finding("eval_mode", "warning", what, why, fix, tops[0] or None)
 
@@ -275,8 +275,8 @@ def made(check: Check, case: ModelUnderTest) -> list[Finding]:
 def warn_at_fit(module: nn.Module, policy: PrecisionPolicy) -> None:
     """Warn once of what the cheap checks find: no forward, no optimizer, one walk over the modules."""
     case = case_of(module, policy, None, {"accelerator": "cpu"})
-    found = [finding for check in CHEAP for finding in made(check, case) if finding.severity != "info"]
-    if found:
-        lines = [f"  {finding.code} {finding.name}: {finding.what}. Fix: {finding.fix}" for finding in found]
+    findings = [finding for check in CHEAP for finding in made(check, case) if finding.severity != "info"]
+    if findings:
+        lines = [f"  {finding.code} {finding.name}: {finding.what}. Fix: {finding.fix}" for finding in findings]
         hint = "lightning_mp.doctor(model, plan) and 'lightning-mp doctor CONFIG' say more."
         rank_zero_warn("\n".join(["before the first step:", *lines, hint]))

@@ -191,11 +191,11 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of Python, and of the packages that numbers may depend on."""
-    found = {"python": sys.version.split()[0]}
+    installed = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

@@ -244,7 +244,7 @@ class PlanStrategy(_Base):
         """
         module, full = self._user_module, checkpoint.pop("state_dict")
         here, strict = module.state_dict(), module.strict_loading
-        gone = {name for name, one in module.named_parameters(remove_duplicate=False) if is_remote(one)}
+        gone = {name for name, parameter in module.named_parameters(remove_duplicate=False) if is_remote(parameter)}
         if gone and strict and (apart := here.keys() ^ full.keys()):
             raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {', '.join(sorted(apart))}")
         shards = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
