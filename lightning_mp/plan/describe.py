@@ -32,7 +32,7 @@ def rows(policy: PrecisionPolicy, module: nn.Module | None, layers: Sequence[fp8
         *([("fp8", f"{policy.fp8.recipe}: {policy.fp8}")] if policy.fp8 else []),
         *(("", line) for line in ([fp8.summary(layers), *fp8.table(layers)] if layers else ())),
         *_pins(policy, module),
-        ("loss scaling", _written(policy.loss_scaling)),
+        ("loss scaling", _loss_scaling(policy)),
         ("non-finite", _written(policy.nonfinite)),
         ("TF32", "torch's own setting" if policy.tf32 is None else repr(policy.tf32)),
         ("checkpointing", _checkpointing(policy, module)),
@@ -81,7 +81,7 @@ def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp
         f"  {_computed(policy)}; {_stored(policy)}",
         *([f"  {'; '.join(covered)}"] if covered else []),
         *([f"  fp8 {policy.fp8.recipe}: {fp8.summary(layers)}"] if policy.fp8 else []),
-        *([f"  loss scaling {_written(policy.loss_scaling)}"] if policy.loss_scaling else []),
+        *([f"  loss scaling {_loss_scaling(policy)}"] if policy.loss_scaling else []),
         f"  non-finite {_written(policy.nonfinite)}",
     ]
     return [line if len(line) <= 160 else f"{line[:159]}…" for line in lines]
@@ -116,7 +116,14 @@ def _computed(policy: PrecisionPolicy) -> str:
     return f"everything {policy.compute_dtype}"
 
 
-def _written(rule: LossScaling | NonFinite | None) -> str:
+def _loss_scaling(policy: PrecisionPolicy) -> str:
+    rule = policy.loss_scaling
+    if rule is None:
+        return "torch's rule, where the mode is fp16" if policy.precision == "auto" else "none"
+    return _written(rule) if rule.dynamic else f"init_scale={rule.init_scale!r}, dynamic=False"
+
+
+def _written(rule: LossScaling | NonFinite) -> str:
     """Every field of ``rule`` that is not off, its defaults too."""
-    on = {} if rule is None else {name: value for name, value in asdict(rule).items() if value}
-    return ", ".join(f"{name}={value!r}" for name, value in on.items()) or "none"
+    on = {name: value for name, value in asdict(rule).items() if value is not None and value is not False}
+    return ", ".join(f"{name}={value!r}" for name, value in on.items())

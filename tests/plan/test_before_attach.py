@@ -120,6 +120,19 @@ def test_the_table_says_what_is_stored_and_computed(precision: str) -> None:
         assert f"computed       {products} {policy.compute_dtype}" in text
 
 
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (MixedPrecisionPlan("16-mixed", loss_scaling=LossScaling.static(128)), "init_scale=128, dynamic=False"),
+        (MixedPrecisionPlan("16-mixed"), "init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5,"),
+        (MixedPrecisionPlan("auto"), "torch's rule, where the mode is fp16"),
+        (MixedPrecisionPlan("bf16-mixed"), "none"),
+    ],
+)
+def test_a_loss_scale_that_is_fixed_is_not_told_as_one_that_grows(plan: MixedPrecisionPlan, said: str) -> None:
+    assert f"loss scaling   {said}" in plan.describe()
+
+
 def test_a_notebook_shows_the_table_escaped() -> None:
     html = MixedPrecisionPlan(pins={"<b>": "fp32"})._repr_html_()
     assert "<b>" not in html
