@@ -137,6 +137,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         copied._last = self._last
         return copied
 
+    @property
+    def device(self) -> str:
+        """The type of the device that it computes on, ``"cuda"``, as Lightning's ``MixedPrecision`` has it."""
+        return self._run.device.type
+
     def __repr__(self) -> str:
         precision, *others = self._declared.arguments().items()
         return call(type(self).__name__, dict(others), precision[1])

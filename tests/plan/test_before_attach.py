@@ -38,6 +38,7 @@ def test_contexts_work(mode: str) -> None:
     with plan.forward_context():
         assert layer(plan.convert_input(x)).dtype == DTYPES.get(mode, torch.float32)
     assert plan.convert_output(plan.convert_input(x)).dtype == torch.float32
+    assert plan.device == "cpu"
     with plan.train_step_context():
         assert torch.is_autocast_enabled("cpu") == mode.endswith("-mixed")
     assert torch.get_default_dtype() == torch.float32
