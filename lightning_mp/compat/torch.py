@@ -153,13 +153,10 @@ WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_
 
 #: a module's own buffers, to be changed in place
 buffers_of = attrgetter("_buffers")
+#: where a module keeps its children, as they are now and will be
+children_of = attrgetter("_modules")
 #: what a batch norm of any dimension is, torch's ``SyncBatchNorm`` included
 BATCH_NORM: Any = _torch.nn.modules.batchnorm._BatchNorm
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Where the module keeps its children, as they are now and will be."""
-    return vars(module)["_modules"]
 
 
 def version(tensor: Tensor | None) -> int | None:
