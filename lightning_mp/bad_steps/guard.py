@@ -229,4 +229,4 @@ def suppress_step(optimizer: Optimizer, scaler: GradScaler | None) -> None:
     """
     if scaler is not None and waits_for_unscale(scaler, optimizer):
         scaler.unscale_(optimizer)
-    optimizer.zero_grad()
+    grads.drop(optimizer)

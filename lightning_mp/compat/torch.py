@@ -39,10 +39,20 @@ unscale_and_check_: Any = _torch._amp_foreach_non_finite_check_and_unscale_
 multiply_: Any = _torch._foreach_mul_
 #: ``(scale, growth_tracker, found_inf, growth factor, backoff factor, growth interval)``: that of its ``update``
 update_scale_: Any = _torch._amp_update_scale_
-
-
 #: ``(tensors, order, dtype)``: the norm of each, computed in ``dtype`` (``None``: its own), in one launch
 norms: Any = _torch._foreach_norm
+
+
+def makes_optimizer_state() -> bool:
+    """Whether the step under way is one of ``torch.distributed.checkpoint``: of rate 0, to have state to load into."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
 #: by which an optimizer (a fused one) says that it unscales, and skips by ``found_inf``, on the device
 TAKES_FLAG = "_step_supports_amp_scaling"
 

@@ -26,6 +26,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(map(itemgetter("params"), groups)))
 
 
+def drop(optimizer: Optimizer) -> None:
+    """Take every gradient away: torch's optimizers change nothing without one."""
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
+
+
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients that are there, dense ones as they are, sparse ones as their (coalesced) values."""
     held: list[Tensor] = []

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import rank_zero_info, trainer_of
-from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks
+from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
 from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
@@ -292,8 +292,7 @@ class StepEngine(ABC):
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse, under loss scaling, a step that the plan does not make: it would apply scaled gradients."""
-        # torch.distributed.checkpoint steps at rate 0, to have state to load into
-        if self.scaler.stepping or not any(group.get("lr", 1) for group in optimizer.param_groups):
+        if self.scaler.stepping or makes_optimizer_state():
             return
         raise PlanError.of(
             f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "

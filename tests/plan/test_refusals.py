@@ -140,8 +140,9 @@ RAW: dict[str, Any] = {"optimizer_step": Raw, "by hand": partial(Manual, raw)}
 
 @pytest.mark.parametrize("how", RAW)
 @pytest.mark.parametrize("mode", SCALED)
-def test_a_raw_step_under_a_loss_scale_is_refused(mode: str, how: str) -> None:
-    module, trace = RAW[how](optimizer=PLAIN), Trace()
+@pytest.mark.parametrize("optimizer", [PLAIN, partial(torch.optim.SGD, lr=0.0)], ids=["plain", "at rate 0"])
+def test_a_raw_step_under_a_loss_scale_is_refused(optimizer: Any, mode: str, how: str) -> None:
+    module, trace = RAW[how](optimizer=optimizer), Trace()
     with pytest.raises(PlanError, match=r"SGD\.step\(\) called on the optimizer inside of Lightning's"):
         fit(module, plugins=[plan_for(mode)], callbacks=[trace])
     assert same_weights(weights(module), trace.start)
