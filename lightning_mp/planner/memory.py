@@ -134,7 +134,7 @@ def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
     tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor)
     # what a block keeps of a token for its backward pass, attention fused; a gate makes an MLP of three matrices
     kept = 6 * shape.hidden + 2 * shape.hidden * shape.kv_heads / shape.heads
-    block = half * (kept + (4 if shape.intermediate != 4 * shape.hidden else 2) * shape.intermediate)
+    block = half * (kept + (4 if shape.gated else 2) * shape.intermediate)
     # The first stage of 1F1B holds as many micro-batches as there are stages, of a stage's layers each.
     layers = shape.layers / layout.pipeline * min(layout.pipeline, layout.accumulate)
     per_layer, working = {

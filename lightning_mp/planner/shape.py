@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_mp.errors import Faults, PlanError, is_number
+from lightning_mp.planner.families import FAMILIES, MIXTURES, Family
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.hardware import GPU, find
 from lightning_mp.policy.precision_policy import precision_fix
@@ -36,17 +37,16 @@ _USUAL = (
     (405e9, 126, 16384),
     (1e12, 128, 25600),
 )
-#: types of mixtures of experts whose parameters are counted, as transformers 5 makes them
-_MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The size of a decoder-only transformer; every field a whole number, ``seq_len`` in tokens.
+    """The size of a decoder-only transformer; every field but ``gated`` a whole number, ``seq_len`` in tokens.
 
     What is not said is filled in: heads of 128, as many for keys and values, an MLP of four times the width, Llama 2's
     vocabulary, 2048 tokens. Of a mixture of experts ``params`` are all parameters, ``active`` those that a token is
-    computed with, and ``intermediate`` is the width of the experts that it goes through, together.
+    computed with, and ``intermediate`` is the width of the experts that it goes through, together. ``gated`` says
+    whether an MLP has a gate, a third matrix. By default it has one unless it is four times as wide as the model.
 
     Raises:
         PlanError: a field that is no whole number of at least 1, or ``active`` above ``params``.
@@ -61,11 +61,12 @@ class ModelShape:
     vocab: int = _VOCAB
     seq_len: int = _SEQUENCE
     active: int = 0
+    gated: bool | None = None
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
         with Faults("ModelShape") as faults:
-            for name in self.__slots__:
+            for name in (item.name for item in fields(self) if item.name != "gated"):
                 value: object = getattr(self, name)
                 value = int(value) if is_number(value) and value == int(value) else value
                 fill(self, name, value)
@@ -80,13 +81,16 @@ class ModelShape:
         fill(self, "heads", self.heads or max(1, self.hidden // _HEAD))
         fill(self, "kv_heads", self.kv_heads or self.heads)
         fill(self, "intermediate", self.intermediate or 4 * self.hidden)
+        fill(self, "gated", self.intermediate != 4 * self.hidden if self.gated is None else bool(self.gated))
 
     @classmethod
     def from_config(cls, config: Any, *, params: int | None = None, seq_len: int | None = None) -> ModelShape:
         """The shape that a transformers config describes (an object or a mapping); ``params`` is counted if not given.
 
+        A config without ``model_type`` is counted as Llama's.
+
         Raises:
-            PlanError: the config says no width or number of layers, or is of another kind of model.
+            PlanError: the config says no width or number of layers, or its ``model_type`` is not counted.
         """
         known: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
         kind = known.get("model_type") or getattr(config, "model_type", "")
@@ -97,29 +101,29 @@ class ModelShape:
 
         hidden, layers = first("hidden_size", "n_embd", "d_model"), first("num_hidden_layers", "n_layer", "n_layers")
         experts = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-        images = "vocab_size" not in known and "image_size" in known
-        said = ""
-        if not hidden or not layers:
-            said = f"a config with {', '.join(sorted(map(str, known))) or 'nothing'} says no width and number of layers"
-        elif (experts > 1 and kind not in _MIXTURES) or known.get("is_encoder_decoder") or images:
-            said = f"model_type={kind!r} is no dense decoder, and no mixture that is counted ({', '.join(_MIXTURES)})"
-        if said:
+        if said := _uncounted(kind, known, hidden, layers, experts):
             raise PlanError.of(said, "give ModelShape(params, layers, hidden, active=..., ...)", "ModelShape")
         heads = first("num_attention_heads", "n_head", "n_heads")
         kv_heads = first("num_key_value_heads", "num_kv_heads") or heads
         if known.get("multi_query") and not known.get("new_decoder_architecture"):  # Falcon, BigCode
             kv_heads = 1
-        # No gate in GPT-2's family: an MLP of two matrices, four times the width.
-        wide = first("intermediate_size", "n_inner") or 4 * hidden
+        wide = first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+        wide = wide or (first("intermediate_multiple_size") or 4) * hidden  # GPT-NeoX Japanese writes a multiple
         vocab = first("vocab_size") or _VOCAB
-        # Llama's family has a gate, also where its MLP is four times as wide (Gemma)
-        gate = wide != 4 * hidden or "rms_norm_eps" in known
         tied, head = bool(known.get("tie_word_embeddings")), first("head_dim")
-        length = seq_len or first("max_position_embeddings", "n_positions", "max_seq_len") or _SEQUENCE
+        longest = first("max_position_embeddings", "n_positions", "max_seq_len")
+        length = seq_len or longest or _SEQUENCE
         if experts > 1:
             return _mixture(known, experts, params, cls(1, layers, hidden, heads, kv_heads, wide, vocab, length))
-        counted = params or _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=gate, head=head)
-        return cls(counted, layers, hidden, heads, kv_heads, wide, vocab, length)
+        # A user's own config has no family. GPT-2's MLP, four times as wide as the model, has no gate.
+        family = FAMILIES.get(kind) or Family(gated=wide != 4 * hidden or "rms_norm_eps" in known)
+        counted = _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=family.gated, head=head)
+        if family.positions:
+            counted += (longest + family.extra_positions) * hidden
+        if family.masked_head:
+            counted += (hidden + first("type_vocab_size")) * hidden
+        sizes = layers, hidden, heads, kv_heads, wide, vocab, length
+        return cls(params or counted, *sizes, gated=family.gated)
 
     @classmethod
     def of_size(cls, params: float, *, seq_len: int | None = None) -> ModelShape:
@@ -138,7 +142,8 @@ class ModelShape:
         if abs(usual / params - 1) > 0.06:  # nearer to a usual size, that one is meant
             layers = max(1, round((params - 2 * _VOCAB * hidden) / block))
         counted = _count(hidden, layers, hidden // head, hidden // head, wide, _VOCAB, tied=False)
-        return cls(counted, layers, hidden, hidden // head, hidden // head, wide, _VOCAB, seq_len or _SEQUENCE)
+        sizes = layers, hidden, hidden // head, hidden // head, wide, _VOCAB, seq_len or _SEQUENCE
+        return cls(counted, *sizes, gated=True)
 
     @property
     def tokens(self) -> int:
@@ -174,6 +179,21 @@ def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
 
 
+def _uncounted(kind: str, known: Mapping[str, Any], hidden: int, layers: int, experts: int) -> str:
+    """What keeps the fields ``known`` of a config of model type ``kind`` from being counted; empty if nothing does."""
+    if not hidden or not layers:
+        return f"a config with {', '.join(sorted(map(str, known))) or 'nothing'} says no width and number of layers"
+    if (embedded := known.get("word_embed_proj_dim") or hidden) != hidden:  # OPT 350M
+        return f"word_embed_proj_dim={embedded} for a width of {hidden} adds matrices that are not counted"
+    counted = kind in MIXTURES if experts > 1 else not kind or kind in FAMILIES
+    cross = known.get("is_encoder_decoder") or known.get("add_cross_attention")
+    images = "vocab_size" not in known and "image_size" in known
+    if counted and not cross and not images:
+        return ""
+    listed = ", ".join(MIXTURES)
+    return f"model_type={kind!r} is no dense decoder that is counted, and no mixture that is counted ({listed})"
+
+
 def _mixture(known: Mapping[str, Any], experts: int, params: int | None, dense: ModelShape) -> ModelShape:
     """``dense``, whose MLP is that of its dense layers, with experts in the others; biases and norms in heads left out.
 
@@ -197,7 +217,8 @@ def _mixture(known: Mapping[str, Any], experts: int, params: int | None, dense: 
     counted = _count(*given, tied=tied, head=head, attention=attention) + sparse * hidden * experts
     total = params or counted + 3 * hidden * (always + all_experts)
     active = total - 3 * hidden * (all_experts - used)
-    return replace(dense, params=total, active=active, intermediate=round((always + used) / layers))
+    wide = round((always + used) / layers)
+    return replace(dense, params=total, active=active, intermediate=wide, gated=True)
 
 
 def _count(
