@@ -180,6 +180,11 @@ def parsed_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
     return optimizers, __getattr__("configure_schedulers_automatic_opt")(schedules, monitor)
 
 
+def is_stand_in(optimizer: Any) -> bool:
+    """True if ``configure_optimizers`` returned None, for which Lightning makes an optimizer that does nothing."""
+    return isinstance(optimizer, __getattr__("MockOptimizer"))
+
+
 def keep_sampler(trainer: Any) -> None:
     """Have the Trainer leave the user's own sampler in place of a ``DistributedSampler``."""
     trainer._accelerator_connector.use_distributed_sampler = False

@@ -201,6 +201,18 @@ def add_trainer(
     return own | {_CLIP: clip, _STEPS: steps, _MICRO: micro}
 
 
+def check_made_by_engine(key: str, block: Any, faults: Faults) -> None:
+    """Note why DeepSpeed cannot make what the JSON's block ``optimizer`` or ``scheduler`` says."""
+    if not isinstance(block, Mapping) or not isinstance(cast("Any", block).get("type"), str):
+        faults.add(f"{key}={block!r} in the JSON", allowed="{'type': ..., 'params': {...}}", fix="name a type")
+        return
+    params: Mapping[str, Any] = cast("Any", block).get("params") or {}
+    for name, value in params.items():
+        if is_unset(value):
+            given = f"{key}.params.{name}={value!r} in the JSON, which nobody resolves"
+            faults.add(given, fix=f"write a number, or make the {key} in configure_optimizers()")
+
+
 # ---------------------------------------------------------------------- for DeepSpeed alone
 
 #: how a dynamic scale may differ from DeepSpeed's: what it does otherwise there stands in a comment

@@ -119,8 +119,8 @@ REFUSED: Mapping[str, str] = {
 }
 #: top-level keys that something else than the engine says under Lightning
 _ELSEWHERE: Mapping[str, str] = {
-    "optimizer": "configure_optimizers() makes it",
-    "scheduler": "configure_optimizers() makes it",
+    "optimizer": "configure_optimizers() makes it; ZeRO takes the JSON's if that returns None",
+    "scheduler": "configure_optimizers() makes it; ZeRO takes the JSON's if that makes none",
     "gradient_clipping": "Trainer(gradient_clip_val=...)",
     "gradient_accumulation_steps": "Trainer(accumulate_grad_batches=...)",
     "train_micro_batch_size_per_gpu": "the dataloader's batch_size",

@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO stages under a plan: DeepSpeed shards and updates, the plan says what runs in its engine."""
 
 import os
+import warnings
 from argparse import Namespace
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -25,6 +26,7 @@ from lightning_mp.compat.lightning import (
     accumulates,
     begins_window,
     is_overridden,
+    is_stand_in,
     rank_zero_info,
     remove_module_hooks,
     reset_seed,
@@ -37,6 +39,7 @@ from lightning_mp.errors import Faults, MissingExtraError, PlanError
 from lightning_mp.modules import half_weights
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import HALF, to_torch
+from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights, set_learning_rates
@@ -91,6 +94,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     block_backward_sync: Any = nullcontext
     #: by param group in the engine, the index of the user's that it was split off
     _source_group: Sequence[int] = ()
+    #: the JSON's block ``optimizer``, which DeepSpeed follows only if ``configure_optimizers`` makes none
+    _optimizer_of_json: Any = None
     #: while it trains, the param groups that stage 1 or 2 holds in half precision
     _half_groups: compat.HalfGroups | None = None
 
@@ -198,7 +203,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         plan, module = plan_of(self), self._user_module
         self._forward_redirection = InsideEngine(plan)
         self.accelerator.setup(trainer)
-        self.config, self._config_initialized = plan.apply(module), True
+        config: dict[str, Any] = plan.apply(module)
+        # Lightning makes the optimizer of a config that has the block, and never asks configure_optimizers.
+        self._optimizer_of_json = config.pop("optimizer", None)
+        self.config, self._config_initialized = config, True
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         if trainer.training:
@@ -207,6 +215,44 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             self._initialize_deepspeed_inference(module)
         self.setup_precision_plugin()
         self.barrier()
+
+    def _init_optimizers(self) -> tuple[Any, Any]:
+        """Return the optimizer and the schedule that ``configure_optimizers`` makes, as Lightning keeps them.
+
+        If it makes none, put the JSON's ``optimizer`` back into the config, from which DeepSpeed makes it, and return
+        ``(None, None)``. Say in a line which one of two is not used, and that a schedule of the JSON runs.
+
+        Raises:
+            PlanError: neither makes an optimizer, or DeepSpeed cannot make what the JSON says.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`LightningModule.configure_optimizers` returned `None`")
+            optimizer, schedule = super()._init_optimizers()
+        assert isinstance(self.config, dict)
+        of_json, schedule_of_json = self._optimizer_of_json, self.config.get("scheduler")
+        if is_stand_in(optimizer):
+            with Faults("strategy") as faults:
+                if of_json is None:
+                    fix = "return an optimizer, or use strategy='mp_ddp'"
+                    faults.add("configure_optimizers() returned None with ZeRO, which steps the optimizer", fix=fix)
+                else:
+                    merge.check_made_by_engine("optimizer", of_json, faults)
+                    _check_optimizer_type(of_json, faults)
+                if schedule_of_json is not None:
+                    merge.check_made_by_engine("scheduler", schedule_of_json, faults)
+            self.config["optimizer"] = of_json
+            return None, None
+        made = type(optimizer).__name__
+        if of_json is not None:
+            rank_zero_info(f"optimizer={of_json!r} in the JSON is not used: configure_optimizers() makes {made}")
+        if schedule is None and schedule_of_json is not None:
+            with Faults("strategy") as faults:
+                merge.check_made_by_engine("scheduler", schedule_of_json, faults)
+            rank_zero_info(
+                f"scheduler={schedule_of_json!r} in the JSON sets the learning rates of {made}: configure_optimizers() "
+                "makes no schedule"
+            )
+        return optimizer, schedule
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
@@ -225,6 +271,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         trained = by_dtype((parameter for parameter in model.parameters() if parameter.requires_grad), names)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
+        if optimizer is None:
+            with Faults("strategy") as faults:
+                self._engine.check_optimizers([zero.optimizer], faults)
         if self._stage < 3:
             compat.halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
         if names:
@@ -383,6 +432,14 @@ def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, 
             f"{given} with {why}, which keeps fp32 weights and optimizer state of what is trained",
             fix=f"use {mixed!r} without such pins, or strategy='mp_fsdp2' or 'mp_deepspeed_zero2'",
         )
+
+
+def _check_optimizer_type(block: Any, faults: Faults) -> None:
+    """Note an optimizer of the JSON that cannot step pieces of flat tensors, before DeepSpeed compiles its kernel."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if isinstance(kind, str) and optimizer_facts.needs_whole_parameters(kind):
+        given = f"optimizer.type={kind!r} in the JSON, which needs whole parameters"
+        faults.add(given, fix="use 'AdamW' or 'SGD', or return it from configure_optimizers() with strategy='mp_ddp'")
 
 
 def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

@@ -42,6 +42,11 @@ def evaluates_again(optimizer: Optimizer) -> bool:
     return requires_closure(optimizer) or not _SAM.isdisjoint(kind.__name__.lower() for kind in type(optimizer).__mro__)
 
 
+def needs_whole_parameters(name: str) -> bool:
+    """True if an optimizer of this class name cannot step pieces of flat tensors."""
+    return name.lower() in _WHOLE | _TOGETHER
+
+
 def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
     """Note an optimizer that is known to be unable to step on ``shards``."""
     if shards == "DTensors" and not any(isinstance(parameter, DTensor) for parameter in grads.parameters_of(optimizer)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_mp import LossScaling, make_strategy
+from lightning_mp import LossScaling, PlanError, make_strategy
 from lightning_mp.deepspeed import strategy as forward
 from support.collectives import Moved
 from support.comparing import of_sums, of_training, same, same_runs
@@ -20,6 +20,7 @@ from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
 from support.sharded import HOSTS, RATE, Both, Ranked, on, refused, trained
+from support.traces import lightning_says
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.gloo
@@ -145,3 +146,77 @@ def test_stage_3_gathers_in_half_precision_and_trains_what_it_did(ranks: Ranks) 
     for said in ranks.call(_reads_a_weight):
         assert "net.2.weight" in said
         assert "pins={'net.2': 'fp32'}" in said
+
+
+ADAM = {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}
+WARM_UP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 4}}
+AUTO = {"type": "AdamW", "params": {"lr": "auto"}}
+
+
+class Made(Ranked):
+    """Its optimizer is SGD at 0.001, or there is none."""
+
+    def __init__(self, makes: bool) -> None:
+        super().__init__(optimizer="sgd")
+        self.makes = makes
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers() if self.makes else None
+
+
+def _with_blocks(config: dict[str, Any], *, makes: bool = True) -> dict[str, Any]:
+    """The class and rate of what stepped twice, the names of schedules, and what was said; or the refusal."""
+    plan = plan_for("32-true")
+    strategy = make_strategy("deepspeed_zero2", plan, config=config)
+    try:
+        with lightning_says() as lines:
+            runner = fit(Made(makes), plugins=[plan], max_steps=2, **on(strategy))
+    except PlanError as error:
+        return {"refused": str(error)}
+    zero: Any = runner.optimizers[0]
+    schedules = [type(config.scheduler).__name__ for config in runner.lr_scheduler_configs]
+    rate = zero.param_groups[0]["lr"]
+    return {"made": type(zero.optimizer).__name__, "rate": rate, "schedules": schedules, "said": lines}
+
+
+def _blocks() -> dict[str, dict[str, Any]]:
+    return {
+        "both": _with_blocks({"optimizer": ADAM}),
+        "the module's, the JSON's schedule": _with_blocks({"optimizer": ADAM, "scheduler": WARM_UP}),
+        "the JSON's": _with_blocks({"optimizer": ADAM}, makes=False),
+        "nobody's": _with_blocks({}, makes=False),
+        "the JSON's, unresolved": _with_blocks({"optimizer": AUTO}, makes=False),
+        "unresolved and unused": _with_blocks({"optimizer": AUTO}),
+        "unresolved schedule": _with_blocks({"scheduler": {**WARM_UP, "params": {"warmup_max_lr": "auto"}}}),
+        "LAMB": _with_blocks({"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}, makes=False),
+    }
+
+
+def test_the_modules_optimizer_steps_whatever_the_json_says_and_a_line_says_so(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.call(_blocks)):
+        both = found["both"]
+        assert (both["made"], both["rate"], both["schedules"]) == ("SGD", 1e-3, [])
+        line = f"optimizer={ADAM!r} in the JSON is not used: configure_optimizers() makes SGD"
+        assert [line for line in both["said"] if "in the JSON" in line] == ([line] if rank == 0 else [])
+        scheduled = found["the module's, the JSON's schedule"]
+        assert (scheduled["made"], scheduled["rate"], scheduled["schedules"]) == ("SGD", 0.25, ["WarmupLR"])
+        told = [line for line in scheduled["said"] if "in the JSON sets the learning rates of SGD" in line]
+        assert len(told) == (rank == 0)
+        assert found["unresolved and unused"]["made"] == "SGD"
+        alone = found["the JSON's"]
+        assert (alone["made"], alone["rate"]) == ("AdamW", 0.1)  # DeepSpeed takes AdamW for Adam
+        assert not [line for line in alone["said"] if "in the JSON" in line]
+
+
+REFUSED_BLOCKS = {
+    "nobody's": "configure_optimizers() returned None with ZeRO",
+    "the JSON's, unresolved": "optimizer.params.lr='auto' in the JSON, which nobody resolves",
+    "unresolved schedule": "scheduler.params.warmup_max_lr='auto' in the JSON, which nobody resolves",
+    "LAMB": "optimizer.type='Lamb' in the JSON, which needs whole parameters",
+}
+
+
+def test_without_an_optimizer_that_can_step_the_run_is_refused(ranks: Ranks) -> None:
+    for found in ranks.call(_blocks):
+        for which, said in REFUSED_BLOCKS.items():
+            assert said in found[which]["refused"]
