@@ -1,9 +1,9 @@
-# The commands of this project; `make help` lists them. All a fresh machine needs is make and a Python 3.10 to 3.13 with
-# venv. Everything is installed into .venv; a file in .venv/.done says what is already there, so nothing is done twice,
+# The commands of this project; `make help` lists them. All a fresh machine needs is make and a Python 3.10 or later
+# with venv. Everything is installed into .venv; a file in .venv/.done says what is already there, so nothing is done twice,
 # and a change of pyproject.toml or constraints.txt installs again.
 
 # The interpreter that .venv is made from; by default the first of these that will do.
-PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
+PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10 python
 # Passed on to the demo, pytest or the benchmark: make demo ARGS="--steps 20", make test ARGS="-k scaler".
 ARGS ?=
 # Test processes; a two-process gloo test counts as one of them.
@@ -22,7 +22,12 @@ EXTENSIONS := $(CURDIR)/$(VENV)/torch_extensions
 OLDEST := .venv-oldest
 OLDEST_PIP := $(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check --no-input \
     --constraint constraints-oldest.txt
-# The third environment, of works-with: the last packages exclude releases that are here, and run with them.
+# The third environment, of test-newest. Without constraints (NEWEST_CONSTRAINTS=) it has the newest releases there are.
+NEWEST := .venv-newest
+NEWEST_CONSTRAINTS ?= --constraint constraints-newest.txt
+NEWEST_PIP := $(NEWEST)/bin/python -m pip install -qq --disable-pip-version-check --no-input $(NEWEST_CONSTRAINTS)
+NEWEST_EXTENSIONS := $(CURDIR)/$(NEWEST)/torch_extensions
+# The fourth environment, of works-with: the last packages exclude releases that are here, and run with them.
 WORKS := .venv-works-with
 WORKS_PIP := $(WORKS)/bin/python -m pip install -qq --disable-pip-version-check --no-input \
     --constraint constraints.txt
@@ -38,7 +43,7 @@ LINTED := $(wildcard lightning_mp tests benchmarks examples docs/_build)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-whole test-oldest works-with conformance docs lint format bench clean
+.PHONY: help demo test test-slow test-whole test-oldest test-newest works-with conformance docs lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r command text; do \
@@ -61,6 +66,13 @@ test-oldest: $(OLDEST)/.done ## train, skip, save and resume under every strateg
 	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(OLDEST_EXTENSIONS)" \
 	    $(OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal \
 	    tests/conformance/test_conformance_gloo.py tests/compat $(ARGS)
+
+test-newest: $(NEWEST)/.done ## train under every strategy, on a CUDA device of nothing and compiled, on the newest releases of torch and transformers
+	@mkdir -p "$(NEWEST_EXTENSIONS)" && find "$(NEWEST_EXTENSIONS)" -name lock -delete
+	@OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR="$(NEWEST_EXTENSIONS)" \
+	    $(NEWEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not whole' \
+	    tests/compat tests/conformance tests/cuda_path/test_capabilities.py tests/cuda_path/test_launches.py \
+	    tests/numerics/test_loss_scale.py $(ARGS)
 
 works-with: $(WORKS)/.done ## train with the packages built on Lightning, and write docs/reference/works-with.md (20 minutes)
 	@OMP_NUM_THREADS=1 $(WORKS)/bin/python -m benchmarks.works_with $(ARGS)
@@ -87,17 +99,17 @@ bench: $(DONE)/test ## measure step times and device syncs: of a plan, of the mo
 	@TORCH_EXTENSIONS_DIR="$(EXTENSIONS)" $(BIN)/python -m benchmarks.counts
 
 clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) $(OLDEST) $(WORKS) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(WORKS) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(LINTED) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installing ------------------------------------------------------------------------------------------------------
 
 $(DONE)/venv:
 	@found=; for candidate in $(PYTHON); do \
-	    if $$candidate -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info[:2] < (3, 10))' 2>/dev/null; \
 	    then found=$$candidate; break; fi; done; \
 	if [ -z "$$found" ]; then \
-	    echo 'lightning_mp needs Python 3.10 to 3.13; tried, and none will do:' >&2; \
+	    echo 'lightning_mp needs Python 3.10 or later; tried, and none will do:' >&2; \
 	    for candidate in $(PYTHON); do echo "  $$candidate: $$($$candidate --version 2>&1 | head -n 1)" >&2; done; \
 	    echo 'Install one, or name it: make demo PYTHON=/path/to/python3.12' >&2; exit 1; fi; \
 	echo "making $(VENV) with $$($$found --version)"; \
@@ -136,6 +148,16 @@ $(OLDEST)/.done: pyproject.toml constraints-oldest.txt $(DONE)/venv
 	@$(OLDEST_PIP) torch numpy
 	@DS_ACCELERATOR=cpu $(OLDEST_PIP) --no-build-isolation --editable '.[hf,deepspeed,hydra,cli]' \
 	    packaging pytest pytest-timeout pytest-xdist
+	@touch $@
+
+# The newest torch is a CUDA build, which runs on a CPU too.
+$(NEWEST)/.done: pyproject.toml constraints-newest.txt $(DONE)/venv
+	@echo 'making $(NEWEST) (first time only, about 3 minutes, 6 GB)'
+	@$(BIN)/python -m venv --clear $(NEWEST)
+	@$(NEWEST_PIP) pip setuptools wheel
+	@$(NEWEST_PIP) torch numpy
+	@DS_ACCELERATOR=cpu $(NEWEST_PIP) --no-build-isolation --editable '.[hf,deepspeed,hydra,cli,fp8]' \
+	    hypothesis packaging pytest pytest-timeout pytest-xdist
 	@touch $@
 
 $(WORKS)/.done: pyproject.toml constraints.txt $(DONE)/venv

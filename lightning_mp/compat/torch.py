@@ -18,6 +18,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from lightning_mp.compat import require_versions
+
+# Before a private name is read: a release that lacks one is refused in a sentence.
+require_versions("MixedPrecisionPlan", "torch")
+
 _torch: Any = torch
 #: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
 NO_TORCH_FUNCTION: Any = _torch._C._disabled_torch_function_impl

@@ -1,5 +1,6 @@
 """On which devices and Lightning strategies a plan runs, with which engine, and what it refuses on them."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -31,6 +32,20 @@ from lightning_mp.plan.engine import EagerEngine, StepEngine
 from lightning_mp.policy import PrecisionPolicy, hardware
 
 _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after the plan is applied"
+
+
+def required_hosts(strategy: Strategy | None) -> list[str]:
+    """Return which hosts, and which parts of them, a run on ``strategy`` needs, for ``require_versions``."""
+    needs = ["torch", "lightning"]
+    if isinstance(strategy, DeepSpeedStrategy):
+        needs.append("deepspeed")
+    elif isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)):
+        needs.append("torch:sharding")
+    elif isinstance(strategy, DDPStrategy):
+        needs.append("torch:ddp")
+    if "transformers" in sys.modules:  # else the model is none of its
+        needs.append("transformers")
+    return needs
 
 
 def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module) -> PrecisionPolicy:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import require_versions
 from lightning_mp.compat.lightning import (
-    DeepSpeedStrategy,
     FSDPPrecision,
     LightningModule,
     ParallelStrategy,
@@ -163,8 +162,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         """
         trainer = trainer_of(module)
         strategy = None if trainer is None else trainer.strategy
-        zero = ["deepspeed"] if isinstance(strategy, DeepSpeedStrategy) else []
-        require_versions("MixedPrecisionPlan", "torch", "lightning", *zero)
+        require_versions("MixedPrecisionPlan", *for_strategy.required_hosts(strategy))
         self._attach(trainer, module)
         run, faults = self._run, Faults()
         device = describe(run.device)

@@ -96,7 +96,7 @@ def _check(module: object, plan: object, devices: object) -> None:
         if not isinstance(plan, MixedPrecisionPlan):
             faults.add(f"plan={plan!r} is no MixedPrecisionPlan", fix="write MixedPrecisionPlan('bf16-mixed')")
         faults.whole("devices", devices, 1, "write the number of ranks")
-        check_versions(faults, "torch", "lightning")
+        check_versions(faults, "torch", "torch:fake", "lightning")
 
 
 def why(error: BaseException) -> str:

@@ -4,21 +4,15 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 import lightning_mp
-from lightning_mp import MixedPrecisionPlan, make_strategy
-from lightning_mp.callbacks import LossScaleMonitor
-from lightning_mp.compat import VERSIONS, installed, transformers
 from lightning_mp.compat import torch as compat
-from support.models import Regression
-from support.running import faults_of
+from lightning_mp.compat import transformers
+from lightning_mp.compat.private_names import PRIVATE_NAMES, missing_names
 
 ROOT = Path(lightning_mp.__file__).parent
 #: attributes without an underscore that a release may rename all the same
@@ -68,43 +62,28 @@ def test_every_private_name_is_in_what_is_installed() -> None:
     assert {"_amp_update_scale_", "_should_accumulate", "_get_fsdp_state", "_cast_module_mixed_precision"} <= used
 
 
-@pytest.mark.parametrize("name", VERSIONS)
-def test_the_versions_that_a_refusal_names_are_the_bounds_of_the_package(name: str) -> None:
-    bounds = [Requirement(line) for line in requires("lightning-mp") or ()]
-    assert {bound.specifier for bound in bounds if bound.name == name} == {SpecifierSet(VERSIONS[name])}
-    if name == "torchao" and find_spec(name) is None:
+@pytest.mark.parametrize("need", PRIVATE_NAMES)
+def test_no_name_of_the_table_is_missing_in_what_is_installed(need: str) -> None:
+    if find_spec(need.partition(":")[0]) is None:
         pytest.skip("the oldest releases are installed without it")
-    assert version(name) in SpecifierSet(VERSIONS[name])
+    assert missing_names(need) == []
 
 
-def test_every_dependency_has_an_upper_bound() -> None:
-    bounds = [Requirement(line) for line in requires("lightning-mp") or ()]
-    hosts = [bound for bound in bounds if not _only_for_development(bound) and bound.name != "lightning-mp"]
-    assert {bound.name for bound in hosts} > {*VERSIONS, "peft", "omegaconf", "hydra-core", "jsonargparse"}
-    assert [bound.name for bound in hosts if not any(part.operator == "<" for part in bound.specifier)] == []
+def test_the_table_has_every_private_name_that_compat_uses() -> None:
+    """Else a release that lacks one would fail in the midst of a run."""
+    trees = {path: tree for path, tree in _trees().items() if path.parent.name == "compat"}
+    used = {name for tree in trees.values() for *_, name, of_self in _uses(tree) if _private(name) and not of_self}
+    parts = [part for owners in PRIVATE_NAMES.values() for owner, names in owners.items() for part in (owner, names)]
+    listed = set(re.findall(r"\w+", " ".join(parts)))
+    names = {name for name in used if not name.startswith("__")}
+    assert names - listed - _defined(trees.values()) - _ALLOWED - _OPTIONAL == set()
+    assert "_trainer" in listed, "the search reads the table"
 
 
-def _only_for_development(bound: Requirement) -> bool:
-    return any(f'"{extra}"' in str(bound.marker) for extra in ("test", "dev", "docs"))
-
-
-@pytest.mark.parametrize(
-    ("name", "release"),
-    [("torch", "2.10.1+cu128"), ("torch", "2.14.0.dev20270101"), ("lightning", "2.5.6"), ("lightning", "3.0")],
-)
-def test_a_release_out_of_bounds_is_refused(name: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_mp.compat.installed", lambda asked: release if asked == name else installed(asked))
-    bounds = VERSIONS[name]
-    said = f"Got {name} {release}, which is not tested. Allowed: {name} {bounds}. Run pip install '{name}{bounds}'."
-    starts = [
-        lambda: MixedPrecisionPlan("16-mixed").convert_module(Regression()),
-        lambda: make_strategy("ddp", MixedPrecisionPlan("bf16-mixed")),
-        *([LossScaleMonitor] if name == "lightning" else []),
-    ]
-    for start in starts:
-        assert [str(fault) for fault in faults_of(start)] == [said]
-
-
+#: read only where they are there: marks that wrappers and transformers leave on a module
+_OPTIONAL = {"_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod"}
+_OPTIONAL |= {"_fsdp_param_group", "_fsdp_param_groups", "_gradient_checkpointing_func", "_is_hf_initialized"}
+_OPTIONAL |= {"_index_in_param_group", "_torchdynamo_orig_callable", "_z3_optimizer"}
 #: documented by Python, and Hydra's keywords
 _ALLOWED = {"_getframe", "_convert_", "_target_", "_args_", "_partial_", "_recursive_"}
 _ALLOWED |= {"_fields", "_asdict", "_replace"}

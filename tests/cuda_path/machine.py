@@ -6,6 +6,7 @@ asks of the device past the operators (events, streams) is told to ``LISTENERS``
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import pickle
@@ -214,6 +215,8 @@ def install() -> None:
     def count(*_: Any) -> int:
         return MACHINE.count
 
+    # A CUDA build of torch has registered its own guard since this library was preloaded.
+    ctypes.CDLL(str(library())).replace_cuda_guard()
     one = Stream()
     Stream.device = torch.device("cuda", 0)
     torch.version.cuda = "12.8"  # while what asks for it is imported

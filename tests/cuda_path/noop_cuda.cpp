@@ -1,4 +1,4 @@
-// A CUDA backend that does nothing, for a CPU build of torch: a device guard, the hooks that libtorch asks for, and which
+// A CUDA backend that does nothing, for a CPU or a CUDA build of torch: a device guard, the hooks that libtorch asks for, and which
 // kernel attention is given to.
 //
 // With it, tensors of FakeTensorMode on "cuda" reach the parts of libtorch that want a device guard (autograd's engine,
@@ -54,11 +54,19 @@ int64_t attention(const Tensor& query, const Tensor&, const Tensor&, const std::
 Tensor silu_backward(const Tensor&, const Tensor&) { TORCH_CHECK(false, "a device of nothing has no kernels"); }
 
 const c10::impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard());
+}  // namespace
+
+// A CUDA build of torch registers its own guard when it is loaded, after this library: call this after `import torch`.
+extern "C" void replace_cuda_guard() { c10::impl::DeviceGuardImplRegistrar(DeviceType::CUDA, new Guard()); }
+
+namespace {
 TORCH_LIBRARY_IMPL(aten, CUDA, library) { library.impl("silu_backward", silu_backward); }
 }  // namespace
 
 namespace at {
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks);
+// Preferred: a CUDA build of torch registers hooks of its own.
+C10_REGISTER_TYPED_CREATOR_WITH_PRIORITY(
+    CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, RegistererCUDAHooksRegistry::DefaultCreator<Hooks>);
 
 namespace native {
 REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &attention)
