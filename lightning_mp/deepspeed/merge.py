@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_mp.deepspeed import read
-from lightning_mp.deepspeed.read import RULE, SENT, SUBJECT, DeepSpeedNotes, check, is_unset
+from lightning_mp.deepspeed.read import (
+    RULE,
+    SENT,
+    SENT_BESIDE_SEQUENCES,
+    SUBJECT,
+    DeepSpeedNotes,
+    check,
+    is_unset,
+)
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.policy import LossScaling, PrecisionPolicy
 
@@ -113,6 +121,7 @@ def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults)
         "bf16.enabled": ("precision", (False, policy.precision.startswith("bf16"))),
         "torch_autocast.enabled": ("precision", (False, policy.mixed and autocast == policy.compute_dtype)),
         SENT: ("reduce_dtype", (policy.reduce_dtype,)),
+        SENT_BESIDE_SEQUENCES: ("reduce_dtype", (policy.reduce_dtype,)),
         "data_types.grad_accum_dtype": ("precision", ("fp32",)),
         "data_types.param_dtype": ("precision", (policy.storage_dtype,)),
         "data_types.buffer_dtype": ("buffer_dtype", (policy.buffer_dtype,)),

@@ -23,6 +23,8 @@ JsonLike = Mapping[str, Any] | str | PathLike[str]
 SUBJECT = "DeepSpeed config"
 #: what gradients are sent in
 SENT = "communication_data_type"
+#: the same where sequences are split over ranks
+SENT_BESIDE_SEQUENCES = "seq_parallel_communication_data_type"
 _MODES = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -52,6 +54,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "stage": ("0, 1, 2, 3", lambda value: _is_integer(value, 0, 3)),
     "dtype": ("fp32, bf16, fp16", lambda value: dtype_of(value) is not None),
     # get_communication_data_type knows the short names only.
+    "mean": ("mean, as every strategy averages gradients over ranks", lambda value: value == "mean"),
     "sent": ("fp32, bf16, fp16", lambda value: isinstance(value, str) and value.lower() in STORAGE_DTYPES),
 }
 
@@ -66,14 +69,15 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
         object="""
             activation_checkpointing aio autotuning bf16 checkpoint comet comms_logger compile csv_monitor
             data_efficiency data_types expert_parallel flops_profiler fp16 hybrid_engine optimizer pipeline scheduler
-            tensor_parallel tensorboard timers torch_autocast wandb weight_quantization zero_optimization""",
+            tensor_parallel tensorboard timers torch_autocast wandb zero_optimization""",
         positive="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
         number="gradient_clipping",
         sent=SENT,
+        mean="gradient_allreduce_op",
         # comms_config is no key of DeepSpeed's, and common
         any="""
             allgather_size comms_config data_parallel_size dataloader_drop_last datastates_ckpt disable_allgather
-            disable_python_gc dump_state gradient_allreduce_op gradient_predivide_factor log_level
+            disable_python_gc dump_state gradient_predivide_factor log_level
             managed_gradient_accumulation memory_breakdown prescale_gradients seq_parallel_communication_data_type
             sequence_parallel_size steps_per_print use_data_before_expert_parallelism vocabulary_size
             wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
@@ -102,7 +106,7 @@ RULE: Mapping[str, str] = {
     "min_loss_scale": "min_scale",
 }
 
-_FORMATS = ("amp", "fp8", "quantize_training", "compression_training")
+_FORMATS = ("amp", "fp8", "quantize_training", "compression_training", "weight_quantization")
 _REMOVED = (
     *("nebula", "sparse_gradients", "eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"),
     *("curriculum_learning", "progressive_layer_drop"),
@@ -116,6 +120,10 @@ REFUSED: Mapping[str, str] = {
         "the plan's precision says what is stored: fp32 under the '-mixed' modes, the half format under '-true'",
     ),
     "torch_autocast.lower_precision_safe_modules": "pins={pattern: dtype} chooses the format of a module",
+    "zero_optimization.zero_quantized_gradients": "the plan's reduce_dtype says what gradients are summed in",
+    "zero_optimization.zero_quantized_weights": "the plan says what weights are gathered in, and that is not 8 bits",
+    "zero_optimization.zero_quantized_nontrainable_weights": "the plan says what weights are stored in",
+    "zero_optimization.zenflow": "a step of the plan applies the whole gradient",
 }
 #: top-level keys that something else than the engine says under Lightning
 _ELSEWHERE: Mapping[str, str] = {
@@ -185,7 +193,7 @@ class DeepSpeedNotes:
     taken: dict[str, str]
     #: the DeepSpeed engine, the Trainer or the model says it
     left: dict[str, str]
-    #: unknown or removed keys, and values that DeepSpeed would refuse; the plan does without them
+    #: unknown or removed keys, values that DeepSpeed would refuse, and what would change the plan's numbers
     refused: dict[str, str]
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ def notes_of(config: Any) -> DeepSpeedNotes:
 TAKEN = {
     "16-mixed": "accelerate-zero1 accelerate-zero2-offload accelerate-zero3-offload dolly-v100 dse-onebitlamb "
     "dse-deberta longspec-slim6b hf-zero3-fp16",
-    "bf16-mixed": "accelerate-alst axolotl-zero3-bf16-offload dolly-a100 dse-zenflow longspec-zero1-cosine",
+    "bf16-mixed": "accelerate-alst axolotl-zero3-bf16-offload dolly-a100 longspec-zero1-cosine",
     "auto": "accelerate-zero3-model-only llamafactory-zero0 llamafactory-zero2-autotp axolotl-zero1-compile "
     "fastchat-zero2 fastchat-zero3 alpaca-offload chatglm-ptuning qwen-zero3 llava-zero3-offload "
     "hf-zero2",
@@ -37,6 +37,7 @@ TAKEN = {
 EXPECTED: dict[str, tuple[str, set[str]] | list[str]] = {
     **{name: (mode, set()) for mode, names in TAKEN.items() for name in names.split()},
     "llamafactory-zero3-fp8-now": ["bf16.enabled='auto' with fp16.enabled=False"],
+    "dse-zenflow": ("bf16-mixed", {"zero_optimization.zenflow"}),
     "dse-imagenet-zero1": ("16-mixed", {"cuda_visible_devices"}),
     "dse-bf16-masters": ["bf16.bf16_master_weights_and_grads=True", "bf16.bf16_optimizer_states=True"],
     "dse-moq": ["quantize_training="],
@@ -135,6 +136,10 @@ def test_what_a_plan_cannot_carry_out_is_one_error(config: dict[str, Any], given
 #: a JSON, the key that stands in the notes as refused or left, and a word of the reason
 TOLD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"gradient_cliping": 1.0}, "refused", "gradient_cliping", "did you mean 'gradient_clipping'"),
+    (
+        {"zero_optimization.zero_quantized_gradients": True},
+        *("refused", "zero_optimization.zero_quantized_gradients", "the plan's reduce_dtype"),
+    ),
     ({"gradient_clipping": 1.0}, "left", "gradient_clipping", "Trainer(gradient_clip_val=...)"),
     ({"train_batch_size": 32}, "left", "train_batch_size", "batch_size x"),
     ({"optimizer.type": "AdamW"}, "left", "optimizer", "configure_optimizers()"),

@@ -72,6 +72,7 @@ AGREES: list[tuple[str, dict[str, Any]]] = [
     ("16-mixed", {"fp16": WHOLE_FP16 | {"auto_cast": True}}),
     ("16-true", {"fp16": WHOLE_FP16 | {"loss_scale_window": 1000.0, "min_loss_scale": 1.0}}),
     ("16-mixed", {"communication_data_type": "FP32", "data_types.grad_accum_dtype": "float32"}),
+    ("32-true", {"zero_optimization.zero_quantized_gradients": False, "gradient_allreduce_op": "mean"}),
     ("32-true", {"amp.enabled": False, "sparse_gradients": False, "zero_optimization.cpu_offload": True}),
 ]
 
@@ -109,6 +110,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("16-mixed", {"fp16.loss_scale_window": 500}, "loss_scaling.growth_interval=1000", {}),
     ("16-mixed", {"fp16.min_loss_scale": 1}, "min_scale=0.0", {"loss_scaling": LossScaling.torch()}),
     ("bf16-mixed", {"communication_data_type": "fp32"}, "reduce_dtype='bf16'", {"reduce_dtype": "bf16"}),
+    ("bf16-mixed", {"seq_parallel_communication_data_type": "bf16"}, "reduce_dtype='fp32'", {}),
     ("bf16-mixed", {"data_types.param_dtype": "bf16"}, "precision='bf16-mixed'", {}),
     ("16-mixed", {"zero_optimization.stage": 3}, "stage=2", {"stage": 2}),
     ("16-mixed", {f"{OFFLOAD}.device": "none"}, "offload_optimizer=True", {"offload_optimizer": True}),
@@ -144,6 +146,17 @@ def test_a_plan_without_a_rule_of_its_own_takes_the_jsons(word: Any) -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"fp16.fp16_master_weights_and_grads": True}, "fp16.fp16_master_weights_and_grads=True", "remove"),
     ({"torch_autocast.lower_precision_safe_modules": [""]}, "lower_precision_safe_modules=['']", "remove"),
+    *[
+        ({f"zero_optimization.{key}": value}, f"zero_optimization.{key}={value!r}", f"remove zero_optimization.{key}")
+        for key, value in {
+            "zero_quantized_gradients": True,
+            "zero_quantized_weights": True,
+            "zero_quantized_nontrainable_weights": True,
+            "zenflow": {"topk_ratio": 0.05},
+        }.items()
+    ],
+    ({"weight_quantization.quantized_initialization": {"num_bits": 8}}, "weight_quantization=", "remove"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum'", "correct it"),
     ({"amp.opt_level": "O1"}, "amp={'opt_level': 'O1'}", "remove amp"),
     ({"sparse_gradients": True}, "sparse_gradients=True", "remove"),
     ({"fp16.inital_scale_power": 16}, "unknown key fp16.inital_scale_power", "did you mean 'initial_scale_power'?"),
