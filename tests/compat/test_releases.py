@@ -75,6 +75,7 @@ def test_a_release_from_the_oldest_to_the_newest_tested_one_runs_without_a_word(
 def test_a_newer_release_that_has_every_private_name_runs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "torch", "2.99.1")
     with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         for _ in range(2):
             fit(Regression(), plugins=[MixedPrecisionPlan("bf16-mixed")])
     said = [str(warning.message) for warning in warned]
