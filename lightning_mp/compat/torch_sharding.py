@@ -45,20 +45,40 @@ def policies(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
                 yield name, _state(unit)._mp_policy, stored
 
 
-class GatherExtension:
-    """Gathers a parameter by FSDP2's extensions, or as it is stored; each way keeps what torch made, gradients too.
+class _TwoWays:
+    """A parameter that FSDP2 gathers in one of two ways; each way keeps the tensors that torch made for it."""
+
+    _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter, self._second = parameter, False
+        #: what torch made for the way that is not in use
+        self._made: dict[str, Any] = {}
+
+    def _switch(self, second: bool) -> None:
+        """Use the tensors of the other way, unless they are in use. The parameter has to be sharded."""
+        if self._second == second:
+            return
+        self._second = second
+        held = vars(self._parameter)
+        made = {key: held.pop(key) for key in self._KEPT if key in held}
+        self._parameter.all_gather_outputs = []
+        self._parameter._init_extensions()
+        held.update(self._made)
+        self._made = made
+
+
+class GatherExtension(_TwoWays):
+    """Gathers a parameter by FSDP2's extensions, or as it is stored.
 
     A subclass has the extensions: ``before`` and ``after`` each all-gather.
     """
 
-    _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
     before: Any
     after: Any
 
     def __init__(self, parameter: Any) -> None:
-        self._parameter, self._extended = parameter, False
-        #: what torch made for the way that is not in use
-        self._made: dict[str, Any] = {}
+        super().__init__(parameter)
         #: this rank's parameter, which optimizers step
         self.shard: Tensor = parameter.sharded_param
 
@@ -66,6 +86,11 @@ class GatherExtension:
     def of(cls, model: nn.Module) -> list[Self]:
         """One for every parameter in a unit of ``model``."""
         return [cls(parameter) for parameter in _sharded_below(model)]
+
+    @property
+    def extended(self) -> bool:
+        """Whether it is gathered by the extensions."""
+        return self._second
 
     @property
     def local(self) -> Any:
@@ -78,15 +103,7 @@ class GatherExtension:
         _unpatch([local], "fsdp_pre_all_gather", "fsdp_post_all_gather")
         if extended:
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self.before, self.after
-        if self._extended == extended:
-            return
-        self._extended = extended
-        held = vars(self._parameter)
-        made = {key: held.pop(key) for key in self._KEPT if key in held}
-        self._parameter.all_gather_outputs = []
-        self._parameter._init_extensions()
-        held.update(self._made)
-        self._made = made
+        self._switch(extended)
 
 
 def shards(model: nn.Module) -> list[Tensor]:
@@ -96,47 +113,76 @@ def shards(model: nn.Module) -> list[Tensor]:
     return pieces + [one.sharded_param for one in _sharded_below(model)]
 
 
+class HalfGather(_TwoWays):
+    """Gathers an fp32 parameter in a half ``dtype``, or as it is stored; its shard stays as it is.
+
+    ``fully_shard`` itself has one dtype for all parameters of a unit. ``wrap(gathered)`` returns the whole parameter.
+    """
+
+    def __init__(self, parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(parameter)
+        self._dtype, self._wrap = dtype, wrap
+        self.use(half=True)
+
+    def use(self, *, half: bool) -> None:
+        """Gather in the half dtype from now on, or as stored. The parameter has to be sharded."""
+        self._switch(not half)
+        parameter: Any = self._parameter
+        _unpatch([parameter], "init_dtype_attrs", "init_unsharded_param")
+        parameter.param_dtype = self._dtype if half else None
+        if half:
+            parameter.init_dtype_attrs, parameter.init_unsharded_param = self._init_dtypes, self._init_unsharded
+
+    def _init_dtypes(self, policy: Any) -> None:  # called again by every unshard() of the user's
+        type(self._parameter).init_dtype_attrs(self._parameter, policy)
+        self._parameter.param_dtype = self._dtype
+
+    def _init_unsharded(self) -> None:
+        parameter: Any = self._parameter
+        made = getattr(parameter, "_unsharded_param", None)
+        type(parameter).init_unsharded_param(parameter)
+        if made is not None:
+            return
+        whole = parameter._unsharded_param.detach()
+        if isinstance(whole, DTensor):
+            spec, local = parameter._unsharded_dtensor_spec, self._wrap(cast("Any", whole)._local_tensor)
+            wrapped: Tensor = cast("Any", DTensor)(local, spec, requires_grad=False)
+        else:
+            wrapped = self._wrap(whole)
+        parameter._unsharded_param = nn.Parameter(wrapped, requires_grad=parameter.sharded_param.requires_grad)
+
+
 def gather_halves(
     model: nn.Module, names: Mapping[tuple[int, str], str], dtype: torch.dtype, wrap: Callable[..., Tensor]
-) -> None:
+) -> list[HalfGather]:
     """Gather the fp32 parameters in ``names`` in ``dtype``, all others as they are stored; shards stay as they are.
 
-    ``names``: by the ``id`` of a module and a parameter's key in it. ``wrap(gathered, label=name)`` makes the whole
-    parameter. ``fully_shard`` itself knows one dtype for all that a unit has.
+    Return what switches each of them between the two. ``names``: by the ``id`` of a module and a parameter's key in it.
+    ``wrap(gathered, label=name)`` makes the whole parameter.
     """
-    for group in _groups_below(model):
-        group._to_sharded()
+    Units(model).reshard()
+    halves = list[HalfGather]()
     for parameter in _sharded_below(model):
         info = parameter._module_info
         name = names.get((id(info.module), info.param_name))
         _unpatch([parameter], "init_dtype_attrs", "init_unsharded_param", "_unsharded_param")
         parameter.param_dtype, parameter.all_gather_outputs = None, []
         if name is not None and parameter.sharded_param.dtype == torch.float32:
-            _gather_as(parameter, dtype, partial(wrap, label=name))
+            halves.append(HalfGather(parameter, dtype, partial(wrap, label=name)))
+    return halves
 
 
-def _gather_as(parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tensor]) -> None:
-    cls = type(parameter)
+class Units:
+    """The shard units of a model."""
 
-    def init_dtype_attrs(policy: Any) -> None:  # called again by every unshard() of the user's
-        cls.init_dtype_attrs(parameter, policy)
-        parameter.param_dtype = dtype
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = _groups_below(model)
 
-    def init_unsharded_param() -> None:
-        made = getattr(parameter, "_unsharded_param", None)
-        cls.init_unsharded_param(parameter)
-        if made is None:
-            whole = parameter._unsharded_param.detach()
-            if isinstance(whole, DTensor):
-                spec, local = parameter._unsharded_dtensor_spec, wrap(cast("Any", whole)._local_tensor)
-                wrapped: Tensor = cast("Any", DTensor)(local, spec, requires_grad=False)
-            else:
-                wrapped = wrap(whole)
-            parameter._unsharded_param = nn.Parameter(wrapped, requires_grad=parameter.sharded_param.requires_grad)
-
-    vars(parameter).update(
-        param_dtype=dtype, init_dtype_attrs=init_dtype_attrs, init_unsharded_param=init_unsharded_param
-    )
+    def reshard(self) -> None:
+        """Free every gathered parameter, so that the next forward pass gathers the weights as they are by then."""
+        for group in self._groups:
+            group.wait_for_unshard()  # of a gather that the user began
+            group._to_sharded()
 
 
 class UnusedParameters:

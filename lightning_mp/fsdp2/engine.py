@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat import torch_sharding as sharding_compat
@@ -53,6 +54,8 @@ class ShardedEngine(StepEngine):
         self._unused = self._reads = None
         if optimizers:
             self._connected.callback(sharding_compat.sync_hooks_and_requires_grad(model))
+            reshard = partial(_reshard_before_step, sharding_compat.Units(model))
+            self._connected.callback(register_optimizer_step_pre_hook(reshard).remove)
             if self._flat_groups:
                 self._connected.enter_context(sum_total_norms(self, lambda: self._flat_groups))
         if self.distributed:
@@ -116,6 +119,16 @@ def flat_groups(model: nn.Module | None) -> grads.Groups:
     group = model.process_group
     sharded = model.sharding_strategy is not ShardingStrategy.NO_SHARD
     return (group,) if group is not None and sharded and group.size() > 1 else ()
+
+
+def _reshard_before_step(units: sharding_compat.Units, *_step: Any) -> None:
+    """Free gathered weights before an optimizer steps, because it changes the shards.
+
+    A forward pass between the backward pass and the step leaves the root's weights gathered. An optimizer that steps
+    in a backward pass is left alone, because that pass still needs them.
+    """
+    if not in_backward():
+        units.reshard()
 
 
 # ------------------------------------------------------------------ what is watched

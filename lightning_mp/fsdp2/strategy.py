@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial, partialmethod
 from typing import Any, cast
@@ -32,6 +32,7 @@ from lightning_mp.compat.lightning import (
 from lightning_mp.compat.torch import norms
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.fsdp2 import saving, tensor_parallel
+from lightning_mp.fsdp2.between_steps import BetweenSteps
 from lightning_mp.fsdp2.engine import ShardedEngine
 from lightning_mp.fsdp2.saving import Saves
 from lightning_mp.fsdp2.units import (
@@ -138,6 +139,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         #: the weights that are gathered in FP8 while it trains. Their shards stay plain fp32 tensors: what FSDP2 asks
         #: for hangs on them as attributes, which no state dict has
         self._in_fp8: list[_InFP8] = []
+        #: looks after forward passes that hooks and callbacks make
+        self._between_steps: BetweenSteps | None = None
         self._saves = Saves(later=async_save)
         self.saves_folders = save_distributed_checkpoint
 
@@ -241,7 +244,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         # autocast keeps no copy of them until the backward pass.
         free = survey(module, engine.pin_map, plan.policy)
         names = {(id(part), key): weight.name for weight in free for _, part, key in weight.places}
-        sharding_compat.gather_halves(module, names, to_torch(plan.policy.compute_dtype), AutocastWeight)
+        compute_dtype = to_torch(plan.policy.compute_dtype)
+        halves = sharding_compat.gather_halves(module, names, compute_dtype, AutocastWeight)
         rule = cast("Any", plan.policy.fp8)
         gathers_fp8 = getattr(rule, "all_gather", False) and self._sharded
         converted = {id(one.weight): one for one in engine.converted} if gathers_fp8 else {}
@@ -249,16 +253,21 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._fp8_group: Any = self._shard_mesh.get_group(-1) if self._in_fp8 else None
         for one in self._in_fp8:
             one.module, one.emulate = converted[id(one.shard)], rule.emulate
+        self._between_steps = BetweenSteps(module, halves, self._in_fp8, device, compute_dtype)
+        self._between_steps.start()
 
     def teardown(self) -> None:
         """Wait for a checkpoint; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
         began = self.lightning_module is not None and plan_of(self).engine is not None
+        between_steps, self._between_steps = self._between_steps, None
         try:
             self._saves.close()
         finally:
             super().teardown()
             if began:
                 sharding_compat.gather_halves(self._user_module, {}, torch.float32, AutocastWeight)
+            if between_steps is not None:
+                between_steps.end_run()
 
     def model_to_device(self) -> None:
         if not self._offloads:
@@ -273,15 +282,19 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
         plan, module, training = self.precision_plugin, self.lightning_module, method == "training_step"
         assert module is not None
+        assert self._between_steps is not None
         manual = training and not module.automatic_optimization
-        if self._in_fp8:
-            self._scale_fp8(training)
         patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
         # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             again = manual and isinstance(module, FSDPModule)
-            with getattr(plan, context)(), self._gathered_again(module) if again else nullcontext():
+            with self._between_steps.step(), ExitStack() as stack:
+                if self._in_fp8:
+                    self._scale_fp8(training)
+                stack.enter_context(getattr(plan, context)())
+                if again:
+                    stack.enter_context(self._gathered_again(module))
                 output = self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
@@ -328,6 +341,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
                 yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._between_steps is not None and closure_loss.requires_grad:
+            # not at once: a forward pass in on_before_backward, which comes first, may change how weights are gathered
+            gather_as_in_steps = self._between_steps.gather_as_in_steps
+            closure_loss.register_hook(lambda _gradient: gather_as_in_steps())
         if self._backward_inside and closure_loss.requires_grad:
             sharding_compat.before_backward_from(closure_loss, self._user_module)
 

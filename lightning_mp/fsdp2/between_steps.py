@@ -1,0 +1,124 @@
+"""Forward passes that hooks and callbacks make between the steps of a run, and the weights that they gather."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_mp.compat.torch_sharding import GatherExtension, HalfGather, Units, before_backward_from
+from lightning_mp.modules.outermost import OutermostCalls
+from lightning_mp.numerics.dtypes import tensors_in
+
+#: the attribute of a module in which what looks after it is kept from the end of a run to the next one
+_KEPT_AS = "_lmp_between_steps"
+
+
+class BetweenSteps:
+    """Makes a forward pass outside of the Trainer's steps, of any module below ``root``, one as under DDP.
+
+    The root's own weights are gathered when such a call begins, and every weight is sharded again when it ends. So
+    what hooks write to afterwards is the shards, and the next step gathers the weights as they are by then.
+    Outside of autocast to ``dtype`` all weights are gathered as they are stored, because nothing there casts them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        halves: Sequence[HalfGather],
+        in_fp8: Sequence[GatherExtension],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._module = root
+        self._halves, self._in_fp8 = halves, in_fp8
+        self._device, self._dtype = device, dtype
+        self._units = Units(root)
+        self._root: Any = root if isinstance(root, FSDPModule) else None
+        units = [part for part in root.modules() if isinstance(part, FSDPModule)]
+        #: modules whose weights torch gathers itself
+        self._in_units = {root}.union(*(part.modules() for part in units if part is not root))
+        #: whether weights are gathered in the half dtype, and in FP8, if they can be
+        self._in_half = True
+        #: weights that are gathered in FP8 in steps, while they are gathered as they are stored
+        self._taken_out: list[GatherExtension] = []
+        self._calls = OutermostCalls(root, self._begin, self._end)
+        self._call = ExitStack()
+
+    def start(self) -> None:
+        """Look after such calls from now on, in place of what a run before left on the modules."""
+        before: BetweenSteps | None = vars(self._module).pop(_KEPT_AS, None)
+        if before is not None:
+            before._calls.stop()
+        self._calls.start()
+
+    def end_run(self) -> None:
+        """Keep looking after such calls, as the module stays sharded: ``on_fit_end`` comes after the strategy's end.
+
+        No weight is gathered in half any more.
+        """
+        self._halves, self._in_fp8 = (), ()
+        self._taken_out.clear()
+        self._calls.stop()
+        if self._root is not None:
+            self._calls.keep_on_modules()
+            vars(self._module)[_KEPT_AS] = self
+
+    @contextmanager
+    def step(self) -> Generator[None, None, None]:
+        """Around a step of the Trainer, in which weights are gathered as the plan declares."""
+        self.gather_as_in_steps()
+        with self._calls.paused():
+            yield
+
+    def gather_as_in_steps(self) -> None:
+        """Gather weights as the plan declares from now on; if that changes anything, what is gathered is freed."""
+        if not self._in_half:
+            self._units.reshard()
+            self._in_half = True
+            for weight in self._halves:
+                weight.use(half=True)
+        if self._taken_out:
+            self._units.reshard()
+            while self._taken_out:
+                self._taken_out.pop().use(True)
+
+    def _gather_as_stored(self, *, halves: bool) -> None:
+        """Gather the FP8 weights as they are stored from now on, and those in half as well if ``halves``."""
+        taken_out = [weight for weight in self._in_fp8 if weight.extended]
+        if taken_out or self._in_half == halves:
+            self._units.reshard()
+        for weight in taken_out:
+            weight.use(False)
+        self._taken_out += taken_out
+        if self._in_half == halves:
+            self._in_half = not halves
+            for weight in self._halves:
+                weight.use(half=not halves)
+
+    def _begin(self, module: nn.Module) -> None:
+        if torch.is_inference_mode_enabled():  # tensors that are made for gathered weights serve later steps as well
+            self._call.enter_context(torch.inference_mode(False))
+            self._call.enter_context(torch.no_grad())
+        # Torch's attention layers call their children, whose hooks gather, instead of reading their weights.
+        self._call.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        kind = self._device.type
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self._dtype
+        self._gather_as_stored(halves=not casts)
+        if self._root is not None and module not in self._in_units:
+            self._root.unshard()
+
+    def _end(self, module: nn.Module, output: Any) -> None:
+        self._call.close()
+        differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        halves = not self._in_half
+        for tensor in differentiable if torch.is_grad_enabled() else ():
+            tensor.register_hook(lambda _: self._gather_as_stored(halves=halves))
+            if self._root is not None and module not in self._in_units:
+                before_backward_from(tensor, self._root)
+        self._units.reshard()
