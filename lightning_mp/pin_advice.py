@@ -90,7 +90,7 @@ class PinAdvice:
     the plan's gradient and fp32's, each at most 1.
     """
 
-    rows: tuple[PinRow, ...]
+    rows: list[PinRow]
     error_before: float
     error_after: float
     policy: PrecisionPolicy
@@ -458,7 +458,7 @@ class _Search:
             rows = self._pins(back=False) or self._pins(back=True)
         after = self.error(_pinned(self.policy, [row.pattern for row in rows]))
         scale = None if rows else self._scale(before)
-        advice = PinAdvice(tuple(rows), before, before if after is None else after, self._given, scale=scale)
+        advice = PinAdvice(rows, before, before if after is None else after, self._given, scale=scale)
         return advice if self._given.fp8 is None else self._without_fp8(advice)
 
     def _pins(self, *, back: bool) -> list[PinRow]:
