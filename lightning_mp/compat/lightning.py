@@ -53,7 +53,7 @@ _TRAINER_MODULES = (
 )
 _FABRIC_MODULES = (
     *("plugins.collectives.torch_collective", "strategies.fsdp", "utilities.apply_func", "utilities.cloud_io"),
-    *("utilities.optimizer", "utilities.seed"),
+    *("utilities.device_dtype_mixin", "utilities.optimizer", "utilities.seed"),
 )
 
 
@@ -203,6 +203,15 @@ def validates(trainer: Any) -> bool:
 def layer_sync_of(strategy: Any) -> Any:
     """What ``sync_batchnorm=True``, or a plugin, put there to synchronize layers over ranks; ``None`` where nothing."""
     return getattr(strategy, "given_layer_sync", None) or getattr(strategy, "_layer_sync", None)
+
+
+def set_dtype(module: Any, dtype: Any, *, kept: Any = None) -> None:
+    """Make ``dtype`` what ``module.dtype`` reads, as ``module.to(dtype)`` does.
+
+    Nothing changes if the module is no LightningModule, or if its dtype is ``kept``.
+    """
+    if isinstance(module, __getattr__("DeviceDtypeModuleMixin")) and module.dtype != kept:
+        module._dtype = dtype
 
 
 def set_mesh(module: Any, mesh: Any) -> None:

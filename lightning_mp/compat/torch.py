@@ -1,14 +1,14 @@
 """torch's private names, each behind a function that says what it is for."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +195,36 @@ def has_forward_hooks(module: Any) -> bool:
 def apply_to_tensors(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
     """What ``module.to()`` does: ``fn`` on every parameter, gradient and buffer."""
     module._apply(fn)
+
+
+def has_own_apply(cls: Any) -> bool:
+    """Whether the class decides itself what ``module.to()`` does: torch's LSTM, a metric, a detector with anchors."""
+    return cls._apply is not cast("Any", nn.Module)._apply
+
+
+def apply_takes_recurse(cls: Any) -> bool:
+    """Whether ``_apply`` of the class can be asked to leave its children out; many are written ``_apply(self, fn)``."""
+    parameters = inspect.signature(cls._apply).parameters
+    return "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+@contextmanager
+def applied_in_place() -> Generator[None, None, None]:
+    """Within, ``module.to()`` keeps the identity of parameters, whatever ``torch.__future__`` says."""
+    future: Any = torch.__future__
+    overwrites = future.get_overwrite_module_params_on_conversion()
+    swaps = future.get_swap_module_params_on_conversion()
+    future.set_overwrite_module_params_on_conversion(False)
+    future.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        future.set_overwrite_module_params_on_conversion(overwrites)
+        future.set_swap_module_params_on_conversion(swaps)
+
+
+#: the name of the function that ``module.type(dtype)`` applies: torchmetrics tells a cast by it, and keeps its states
+CAST_NAME = "Module.type.<locals>.<lambda>"
 
 
 def shard_storage(path: str, *, writes: bool = False) -> Any:

@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.torch import in_backward, is_compiled
 from lightning_mp.compat.torch_sharding import ranks_apart
-from lightning_mp.errors import Fault, PlanError
+from lightning_mp.errors import Fault, PlanError, counted, pinning
 from lightning_mp.modules.half_weights import reads_no_value
-from lightning_mp.modules.patterns import plain_name
+from lightning_mp.modules.patterns import original_class, plain_name
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.dtypes import map_tensors, tensors_in
+from lightning_mp.numerics.dtypes import is_plain, map_tensors, tensors_in
 from lightning_mp.plan.alike import apart
 from lightning_mp.plan.engine import NOTHING, StepEngine
 
@@ -46,6 +46,27 @@ class ShardedEngine(StepEngine):
     _flat_groups: grads.Groups = ()
     _unused: sharding_compat.UnusedParameters | None = None
     _reads: ShardReads | None = None
+
+    def prepare(self, module: nn.Module) -> None:
+        """Change the module as the base class does.
+
+        Raises:
+            PlanError: a module's own ``_apply`` keeps a parameter in another dtype. Units were laid out without it.
+        """
+        stored = self.stored_dtypes()
+        expected = [(name, parameter, stored(parameter)) for name, parameter in module.named_parameters()]
+        super().prepare(module)
+        kept = [name for name, parameter, dtype in expected if is_plain(parameter) and parameter.dtype != dtype]
+        if kept:
+            owner = module.get_submodule(kept[0].rpartition(".")[0])
+            pins = pinning([original_class(owner).__name__], under_plan=True)
+            given = (
+                f"{counted(len(kept), 'parameter')} kept in fp32 by an _apply of the module's own, such as {kept[0]!r}"
+            )
+            raise PlanError.of(
+                f"{given}, on sharded parameters, whose units have one dtype",
+                f"pin the module under strategy='mp_fsdp2': {pins}; or use strategy='mp_ddp'",
+            )
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._flat_groups = flat_groups(model)

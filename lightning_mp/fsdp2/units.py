@@ -46,7 +46,7 @@ def units(
     """
     blocks = _blocks(root, wrap, faults)
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
-    apart += [one.module for one in pin_map.declared]
+    apart += [declared.module for declared in pin_map.declared if isinstance(declared.tensor, nn.Parameter)]
     inside = {*root.modules()}
     # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
     called = dict.fromkeys(one for part in apart if part in inside for one in called_in(part, through_sequential=True))

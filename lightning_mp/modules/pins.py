@@ -2,16 +2,17 @@
 
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import apply_to_tensors, children_of
+from lightning_mp.compat.torch import apply_takes_recurse, apply_to_tensors, children_of, has_own_apply
 from lightning_mp.compat.transformers import kept_in_fp32
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import wide_linear
@@ -31,6 +32,7 @@ from lightning_mp.modules.patterns import (
 )
 from lightning_mp.numerics.dtypes import (
     HALF,
+    Cast,
     cast_,
     cast_within_range,
     castable,
@@ -258,34 +260,43 @@ class PinnedForward(Swapped):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         pin = self.__dict__.get("_lmp_pin")
+        run, module = cast("Any", super())._apply, cast("nn.Module", self)
+        takes_recurse = apply_takes_recurse(original_class(module))
         if pin is None:
-            return cast("Any", super())._apply(fn, recurse)
-        dtype, module = pin.dtype, cast("nn.Module", self)
+            return run(fn, recurse) if takes_recurse else run(fn)
+        dtype, own = pin.dtype, _ids([module])
         kept = {id(getattr(module, name, None)) for name in pin.kept}
+        if not takes_recurse:  # it goes on to its children, where each that is pinned keeps its own pin
+            kept |= _ids(module.modules()) - own
 
+        @wraps(fn)  # torchmetrics reads the name of the function
         def keeping_the_pin(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if id(tensor) in kept or not moved.is_floating_point() or moved.dtype == dtype:
                 return moved
+            if id(tensor) not in own and moved.dtype == tensor.dtype:  # the states of a metric, which no cast changes
+                return moved
             # From the original, not from ``moved``: a trip through a narrower dtype would lose bits.
             return tensor.to(device=moved.device, dtype=dtype)
 
+        if not takes_recurse:
+            return run(keeping_the_pin)
         if recurse:
             for child in module.children():
                 apply_to_tensors(child, fn)
-        return cast("Any", super())._apply(keeping_the_pin, recurse=False)
+        return run(keeping_the_pin, recurse=False)
 
 
 def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> None:
     """Store and run every covered module in its pin's dtype, in place; a module pinned so already is left alone."""
-    for member in pin_map.members:
+    for member in reversed(pin_map.members):  # an `_apply` around a pinned module finds it pinned, and leaves it so
         module = member.module
-        cast_(chain(*castable(module)), to_torch(member.pin.dtype))
         module.__dict__.pop("_lmp_pin_inside", None)  # of an earlier run
         swap_out(module, wide_linear.WideForward)
         state = _state(member, mixed, compute_dtype, device_type)
-        if state.owns or has_own_forward(module):
+        if state.owns or has_own_forward(module) or has_own_apply(original_class(module)):
             swap_in(module, PinnedForward, _lmp_pin=state)
+        _store([module], {id(tensor): state.dtype for tensor in chain(*castable(module))}, state.dtype)
     for member in pin_map.wide:  # over the pin of a weight that it is tied to, which is how that is stored
         wide = wide_linear.Wide(to_torch(member.pin.dtype), device_type)
         swap_in(member.module, wide_linear.WideForward, _lmp_wide=wide)
@@ -323,20 +334,65 @@ def remove(modules: Iterable[nn.Module]) -> None:
 # ------------------------------------------------------------------ what no pin covers
 
 
-def cast_unpinned(modules: Iterable[nn.Module], policy: PrecisionPolicy) -> None:
-    """Cast what each of ``modules`` owns, in place, to what ``policy`` stores.
+def cast_unpinned(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> None:
+    """Cast all below ``root`` that no pin covers, in place, to what ``policy`` stores, or the model itself declares.
 
     Buffers follow half-precision parameters, and those that become fp32 here (the statistics of a batch norm that was
     made half); any other stays what the user made it. So do quantized weights and all that belongs to them, and float64
-    where the policy stores fp32.
+    where the policy stores fp32. Modules with an ``_apply`` of their own do the cast themselves, as in ``module.to()``:
+    they may keep a tensor as it is, or cast tensors that are no buffers, which then follow the rule of buffers.
     """
+    covered = {id(member.module) for member in pin_map.members}
+    modules = [module for module in root.modules() if id(module) not in covered]
     own, storage = list(map(castable, modules)), to_torch(policy.storage_dtype)
     dtype = policy.buffer_dtype or (policy.storage_dtype if policy.storage_dtype != "fp32" else None)
     moved = {tensor.dtype for parameters, _ in own for tensor in parameters if not _keeps(tensor, storage)}
     to, only = (storage, moved) if dtype is None else (to_torch(dtype), None)
+    wanted = dict[int, torch.dtype]()
     for parameters, buffers in own:
-        cast_(parameters, storage, moved)
-        cast_(buffers, to, only)
+        wanted.update((id(tensor), storage) for tensor in parameters if tensor.dtype in moved)
+        wanted.update((id(tensor), to) for tensor in buffers if only is None or tensor.dtype in only)
+    wanted.update((id(declared.tensor), torch.float32) for declared in pin_map.declared)
+    for member in pin_map.members:  # a module around it may own one of its tensors too, as BERT's head does
+        for tensor in member.module.parameters(recurse=False):
+            wanted.pop(id(tensor), None)
+    _store(modules, wanted, to, only)
+
+
+def _store(
+    modules: Sequence[nn.Module],
+    wanted: Mapping[int, torch.dtype],
+    attributes: torch.dtype,
+    only: Collection[torch.dtype] | None = None,
+) -> None:
+    """Cast, in place, the tensors of ``modules`` whose ``id`` is in ``wanted`` to the dtype there.
+
+    A module with an ``_apply`` of its own is asked for the cast, with all below it. It may pass other tensors than its
+    parameters and buffers: those become ``attributes`` if their dtype is one of ``only``, or in any case if it is None.
+    """
+    done = set[int]()
+    changes = any(wanted.get(id(tensor), tensor.dtype) != tensor.dtype for tensor in _tensors(modules))
+    for module in modules:
+        if id(module) in done or not (changes or only is None) or not has_own_apply(original_class(module)):
+            continue
+        tensors = _tensors(module.modules())
+        if any(hasattr(tensor, "to_local") for tensor in tensors):  # sharded, and so cast in a run before
+            continue
+        moving = [tensor for tensor in tensors if wanted.get(id(tensor), tensor.dtype) != tensor.dtype]
+        for tensor in moving:
+            tensor.grad = None
+        moving_ids = set(map(id, moving))
+        left = [tensor for tensor in tensors if id(tensor) not in moving_ids]
+        left += [tensor.grad for tensor in left if tensor.grad is not None]
+        Cast({id(tensor): wanted[id(tensor)] for tensor in moving}, left, attributes, only).run_own_apply(module)
+        done.update(map(id, module.modules()))
+    for tensor in _tensors(module for module in modules if id(module) not in done):
+        if id(tensor) in wanted:
+            cast_([tensor], wanted[id(tensor)])
+
+
+def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    return [tensor for module in modules for _, tensor in _own(module)]
 
 
 def kept_dtypes(root: nn.Module, storage: torch.dtype) -> dict[int, torch.dtype]:

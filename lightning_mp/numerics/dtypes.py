@@ -30,6 +30,8 @@ _ORDINARY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 _PACKED_NAME = re.compile(r"(?!.*(mask|index|ids))(.*(weight|pack|quant|code|block|int[48])|q|w_q|w$)", re.IGNORECASE)
 _SCALE = re.compile(r"scale|absmax|zero", re.IGNORECASE)
+#: in the name of a parameter's class, or of an attribute of it
+_QUANTIZES = re.compile(r"quant|int\d|\dbit|nf4|fp4", re.IGNORECASE)
 
 
 def to_torch(name: str) -> torch.dtype:
@@ -108,9 +110,14 @@ def _is_quantized(key: str, parameter: Tensor) -> bool:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether it is a trained parameter of a class that only marks it: its numbers are in a tensor of torch's own."""
-    trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-    return trained and type(tensor.data) is Tensor and tensor.dtype in _ORDINARY
+    """Whether it is a parameter of a class that only marks it: its numbers are in a tensor of torch's own.
+
+    A frozen one whose class or attributes speak of quantization (bitsandbytes' ``Int8Params``) is to be quantized yet.
+    """
+    if not isinstance(tensor, nn.Parameter) or type(tensor.data) is not Tensor or tensor.dtype not in _ORDINARY:
+        return False
+    words = (type(tensor).__name__, *vars(tensor))
+    return tensor.requires_grad or not any(map(_QUANTIZES.search, words))
 
 
 def uncastable(module: nn.Module) -> set[int]:
@@ -126,6 +133,60 @@ def cast_(tensors: Iterable[Tensor], dtype: torch.dtype, only: Collection[torch.
         if tensor.dtype != dtype and (only is None or tensor.dtype in only):
             tensor.data = tensor.data.to(dtype)
             tensor.grad = None  # a gradient of the old dtype could not be added to
+
+
+class Cast:
+    """The function that ``_apply`` of a module is given for a cast.
+
+    Args:
+        wanted: ``id`` of parameters and buffers, and the dtype that each is cast to.
+        left: parameters and buffers that stay as they are.
+        attributes: the dtype of any other plain floating tensor, which a module passes in its own ``_apply``.
+        only: the dtypes that such tensors are cast from; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[int, torch.dtype],
+        left: Iterable[Tensor],
+        attributes: torch.dtype,
+        only: Collection[torch.dtype] | None = None,
+    ) -> None:
+        self._wanted, self._attributes, self._only = wanted, attributes, only
+        self._left = {id(tensor): tensor for tensor in left}
+        #: by ``id`` of what was cast: that tensor, and the result
+        self._results: dict[int, tuple[Tensor, Tensor]] = {}
+        self.__qualname__ = compat.CAST_NAME
+
+    def __repr__(self) -> str:
+        return f"<function {self.__qualname__}>"
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in its dtype: another one, unless it has that dtype already."""
+        if id(tensor) in self._left:
+            return tensor
+        dtype = self._wanted.get(id(tensor))
+        if dtype is None:
+            moves = is_plain(tensor) and (self._only is None or tensor.dtype in self._only)
+            return tensor.to(self._attributes) if moves else tensor
+        if id(tensor) not in self._results:
+            result = tensor.detach().to(dtype)
+            self._results[id(tensor)] = tensor, result
+            self._left[id(result)] = result
+        return self._results[id(tensor)][1]
+
+    def run_own_apply(self, module: nn.Module) -> None:
+        """Call the module's own ``_apply``; a buffer that it only cast is the same object afterwards."""
+        with compat.applied_in_place():
+            compat.apply_to_tensors(module, self)
+        sources = {id(result): source for source, result in self._results.values()}
+        for part in module.modules():
+            buffers = compat.buffers_of(part)
+            for key, buffer in buffers.items():
+                source = sources.get(id(buffer))
+                if source is not None:
+                    source.data = buffer.data
+                    buffers[key] = source
 
 
 @contextmanager

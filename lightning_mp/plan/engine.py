@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_mp.compat import torch_sharding as sharding_compat
-from lightning_mp.compat.lightning import rank_zero_info, trainer_of
+from lightning_mp.compat.lightning import rank_zero_info, set_dtype, trainer_of
 from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
 from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
@@ -131,20 +131,24 @@ class StepEngine(ABC):
         """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
         policy, compute = self.policy, to_torch(self.policy.compute_dtype)
         covered = {id(member.module) for member in self.pin_map.members}
-        unpinned = [submodule for submodule in module.modules() if id(submodule) not in covered]
-        pins.remove(unpinned)
-        fp32 = [(declared.tensor, declared.tensor.data.float()) for declared in self.pin_map.declared]
-        pins.cast_unpinned(unpinned, policy)
-        for tensor, values in fp32:
-            if tensor.dtype != torch.float32:
-                tensor.data, tensor.grad = values, None
+        pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
+        pins.apply(self.pin_map, mixed=policy.mixed, compute_dtype=compute, device_type=self.device.type)
+        pins.cast_unpinned(module, self.pin_map, policy)
+        self._tell_dtype(module)
         self._applied.callback(sync_batchnorm.apply(self.synced))
         if policy.fp8 is not None:
             undo = fp8.apply(self.converted, policy.fp8, compute, self.device.type, self.stages)
             self._applied.callback(undo)
-        pins.apply(self.pin_map, mixed=policy.mixed, compute_dtype=compute, device_type=self.device.type)
         if policy.checkpointing is not None:
             self._applied.enter_context(checkpointing.apply(module, self.recomputed, policy.checkpointing))
+
+    def _tell_dtype(self, module: nn.Module) -> None:
+        """Have ``self.dtype`` of every LightningModule be the dtype of its parameters, as ``module.to(dtype)`` does."""
+        pinned = {id(member.module): member.pin.dtype for member in self.pin_map.members}
+        for part in module.modules():
+            dtype = to_torch(pinned.get(id(part), self.policy.storage_dtype))
+            # the parameters of a module in float64 stay in it where the plan stores fp32
+            set_dtype(part, dtype, kept=torch.float64 if dtype == torch.float32 else None)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""

@@ -63,6 +63,51 @@ def test_every_stage_runs_in_the_same_compute_dtype(mode: str) -> None:
     assert module.results["validate"] == module.results["test"] == module.results["predict"]
 
 
+class Casting(Regression):
+    """Casts what it is given to ``self.dtype``, as most code that writes it does."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+        self.seen = set[Any]()
+
+    def loss(self, batch: Any) -> Tensor:
+        self.seen.add(self.dtype)
+        x, y = batch
+        return (self.net(x.double().to(self.dtype)).float() - y.float()).pow(2).mean()
+
+
+@pytest.mark.parametrize("half", [False, True])
+@every_mode
+def test_self_dtype_is_that_of_the_parameters(mode: str, half: bool) -> None:
+    module = Casting().half() if half else Casting()
+    fit(module, plugins=[plan_for(mode)])
+    stored = next(module.parameters()).dtype
+    assert module.seen == {stored}
+    assert module.dtype == stored == (COMPUTED[mode] if mode.endswith("true") else FP32)
+
+
+@pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "bf16-true"])
+def test_code_that_reads_self_dtype_trains_as_stock_and_leaves_what_stock_leaves(mode: str) -> None:
+    ours, theirs = Casting(), Casting()
+    fit(ours, plugins=[plan_for(mode)])
+    fit(theirs, **stock_for(mode))
+    assert ours.losses == theirs.losses
+    assert (ours.seen, ours.dtype) == (theirs.seen, theirs.dtype)
+
+
+def test_self_dtype_of_a_module_in_float64_stays_where_its_parameters_stay() -> None:
+    module = Casting().double()
+    fit(module, plugins=[plan_for("32-true")])
+    assert module.dtype == next(module.parameters()).dtype == torch.float64
+
+
+def test_self_dtype_of_an_inner_lightning_module_is_that_of_its_pin() -> None:
+    module = Casting()
+    module.teacher, module.student = Casting(), Casting()
+    plan_for("bf16-true", pins={"teacher": "fp32"}).apply(module)
+    assert (module.dtype, module.student.dtype, module.teacher.dtype) == (BF16, BF16, FP32)
+
+
 class Buffered(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -274,15 +319,21 @@ class Marked(nn.Parameter):
     """A class by which some training scripts tell parameters apart."""
 
 
+class Int8Params(nn.Parameter):
+    """A parameter that bitsandbytes quantizes when it is moved to a GPU."""
+
+
 def _owner(**tensors: tuple[str, torch.dtype]) -> nn.Module:
-    """Owns tensors of these names: ``trained`` or ``marked`` parameters, ``frozen`` ones and ``buffer``s."""
+    """Owns tensors of these names: trained or frozen parameters of a class, and ``buffer``s."""
     owner = nn.Module()
     for name, (kind, dtype) in tensors.items():
         tensor = torch.ones((4,) if "scale" in name and "scales" not in name else (4, 4)).to(dtype)
         if kind == "buffer":
             owner.register_buffer(name, tensor)
         else:
-            made = Marked(tensor) if kind == "marked" else nn.Parameter(tensor, requires_grad=kind == "trained")
+            parameter_class = {"marked": Marked, "frozen mark": Marked, "frozen Int8Params": Int8Params}
+            trained = kind in ("trained", "marked")
+            made = parameter_class.get(kind, nn.Parameter)(tensor, requires_grad=trained)
             owner.register_parameter(name, made)
     return owner
 
@@ -302,6 +353,7 @@ ORDINARY: dict[str, dict[str, tuple[str, torch.dtype]]] = {
     "a frozen index": {"w": ("trained", F32), "index": ("frozen", torch.int64), "freqs": FREQS},
     "a frozen mask": {"w": W, "mask": ("frozen", torch.bool), "freqs": FREQS},
     "a class of parameters": {"w": ("marked", F32), "b": W, "freqs": FREQS},
+    "a frozen parameter of an own class": {"w": ("frozen mark", F32), "b": W, "freqs": FREQS},
 }
 PACKED: dict[str, dict[str, tuple[str, torch.dtype]]] = {
     "GPTQ": {"qweight": ("buffer", I32), "qzeros": ("buffer", I32), "scales": FREQS},
@@ -310,6 +362,7 @@ PACKED: dict[str, dict[str, tuple[str, torch.dtype]]] = {
     "codebooks": {"codes": ("frozen", I8), "codebooks": W, "scales": W},
     "HQQ": {"W_q": ("frozen", U8), "zero": W, "scale": W},
     "by hand": {"weight_int8": ("buffer", I8), "scale": FREQS},
+    "to be quantized": {"weight": ("frozen Int8Params", F32), "SCB": FREQS},
     "float8": {"weight_scale_inv": SCALE, "weight": ("frozen", torch.float8_e5m2)},
 }
 
