@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_mp.cli.words import OPTION, Composer, let_words_win, typed_paths
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, did_you_mean, one_line
 from lightning_mp.policy import precision_word
 from lightning_mp.policy.load import HYDRA_KEYS, Places
@@ -71,7 +72,7 @@ def composed(
             written = None if path is None else _mapping(path, places, faults)
             parsed = _parsed(overrides)
             places.update((each.key_or_group, "on the command line") for each in parsed)
-            whole = _composed(stem, written, parsed, folders)
+            whole = _composed(stem, written, parsed, folders, places, faults)
             whole["run_dir"] = _told_hydra(whole, os.environ.get(RUN_DIR) or home)
             whole.update(replaced)
             config = _values(whole, needed, faults)
@@ -141,7 +142,7 @@ def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Genera
         faults.raise_if_any()
     finally:
         state.cfg = cfg
-        for key in (f"{_PRIMARY}.yaml", "plan", "strategy"):
+        for key in (f"{_PRIMARY}.yaml", f"{OPTION}.yaml", "plan", "strategy"):
             ConfigStore.instance().repo.pop(key, None)
 
 
@@ -169,14 +170,18 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def _composed(
-    stem: str, written: dict[str, Any] | None, parsed: Sequence[Override], folders: Sequence[Path]
+    stem: str,
+    written: dict[str, Any] | None,
+    parsed: Sequence[Override],
+    folders: Sequence[Path],
+    places: Places,
+    faults: Faults,
 ) -> DictConfig:
-    """The whole config, with Hydra's own section.
+    """Return the whole config, with Hydra's own section.
 
-    A file with a defaults list is Hydra's, as it is. The sections of another one are in place of those of the package's
-    config, and what the command line says of a whole section is in place of both.
+    A file with a defaults list is Hydra's, as it is. The sections of another file replace those of the package's
+    config. What the command line says of a whole section replaces both.
     """
-    from hydra import compose
     from hydra.core.config_store import ConfigStore
     from hydra.core.override_parser.types import OverrideType
     from omegaconf import OmegaConf
@@ -184,30 +189,38 @@ def _composed(
     body, store, sections = dict(written or {}), ConfigStore.instance(), dict[str, Any]()
     searchpath = OmegaConf.select(OmegaConf.create(body), "hydra.searchpath") or []
     searchpath += [f"file://{folder.resolve()}" for folder in folders[1:]]
-    lines, plain = [*_HYDRAS_PART, f"hydra.searchpath={json.dumps(list(searchpath))}"], "defaults" not in body
+    hydras_part = [*_HYDRAS_PART, f"hydra.searchpath={json.dumps(list(searchpath))}"]
+    plain = "defaults" not in body
     if plain and written is not None:
         sections = {key: body.pop(key, None) for key in _SECTIONS if key in body or key in _REQUIRED}
+    #: the key of each override, and what Hydra is given
+    lines: list[tuple[str, str]] = []
     for override in parsed:
         key, line = override.key_or_group, str(override.input_line)
         changes = override.type is OverrideType.CHANGE and not override.is_sweep_override()
-        if changes and key in _SECTIONS and (plain or isinstance(override.value(), str)):
+        if changes and key in _SECTIONS and (plain or not isinstance(override.value(), (dict, list))):
             sections[key] = override.value()
         elif key == "experiment" and plain and written is not None:
             raise ValueError(f"{line}: next to a file, it goes into the file's own defaults list")
         else:
-            lines.append(f"++{line}" if changes and _TAKEN.match(key) else line)
+            lines.append((key, f"++{line}" if changes and _TAKEN.match(key) else line))
     for key, value in sections.items():
         word = isinstance(value, str)
         known = (key == "strategy" and word) or (key == "plan" and precision_word(value) is not None)
         if known and not any((folder / key / f"{value}.yaml").is_file() for folder in folders):
             store.store(str(value), {"precision" if key == "plan" else "name": value}, group=key)
             word = True
-        lines.append(f"{key}='{value}'" if word else f"~{key}")
+        lines.append((key, f"{key}='{value}'" if word else f"~{key}"))
         body |= {} if word else {key: value}
     if plain:
         store.store(_PRIMARY, {"defaults": [f"/{ROOT}", "_self_"], **body})
-    whole = compose(_PRIMARY if plain else stem, lines, return_hydra_config=True)
-    OmegaConf.set_struct(whole, False)
+
+    composer = Composer(_PRIMARY if plain else stem, hydras_part, lines)
+    whole = composer.whole()
+    if not plain or any(key == "experiment" for key, _ in lines):
+        words = [each for each in parsed if each.key_or_group in _SECTIONS and each.package is None]
+        typed = typed_paths(each for each in parsed if each not in words)
+        let_words_win(whole, words, typed, composer, places, faults)
     return whole
 
 

@@ -1,6 +1,7 @@
 """The parts of a run from its checked config. What can be refused without a model is, before there is one."""
 
 import os
+import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from lightning_mp.compat.lightning import (
     Trainer,
     seed_everything,
 )
-from lightning_mp.errors import Faults, MissingExtraError, PlanError, counted, is_whole, one_line
+from lightning_mp.errors import Fault, Faults, MissingExtraError, PlanError, counted, is_whole, one_line
 from lightning_mp.numerics.rng import environment_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.policy.load import HYDRA_KEYS, Places, plan_fault
@@ -41,12 +42,12 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
     plan = _plan(config["plan"], places, faults) if config.get("plan") else None
     if plan is None or before:
         return None
-    callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults)
+    callbacks = _callbacks(config.get("callbacks"), str(config["run_dir"]), faults, places)
     arguments = trainer_arguments(config, faults)
     arguments["default_root_dir"] = arguments.get("default_root_dir") or config["run_dir"]
     if arguments.get("enable_checkpointing") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
-    strategy = strategy_of(config.get("strategy"), plan, faults)
+    strategy = strategy_of(config.get("strategy"), plan, faults, places)
     try:
         if not faults.found:
             return Regime(plan, trainer_kwargs(plan, strategy=strategy, callbacks=callbacks, **arguments))
@@ -150,19 +151,30 @@ def _plan(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | No
     return None
 
 
-def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults) -> Any:
-    """The strategy of a strategy section, for ``plan``: keywords of make_strategy, or a call."""
+def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults, places: Places | None = None) -> Any:
+    """Return the strategy of a strategy section for ``plan``: by keywords of make_strategy, or by a call.
+
+    With a fault ``None`` is returned. A fault names the line of its key, where ``places`` has it.
+    """
     try:
         built = instantiated(given or {}, "strategy", faults)
         return make_strategy(built.pop("name", "auto"), plan, **built) if isinstance(built, dict) else built
     except PlanError as error:
-        faults.extend(error.faults)
+        faults.extend(_placed(fault, given, "strategy", places) for fault in error.faults)
     except MissingExtraError as error:
         faults.add(f"strategy: {error}", fix="install it, or choose another")
     return None
 
 
-def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
+def _placed(fault: Fault, section: Any, name: str, places: Places | None) -> Fault:
+    """Return ``fault`` with the place of the first key of ``section`` that its problem names, if there is one."""
+    words = re.findall(r"\w+", fault.problem)
+    key = next((key for key in section if key in words), None) if isinstance(section, Mapping) else None
+    place = None if places is None or key is None else places.get(f"{name}.{key}")
+    return fault if place is None else replace(fault, problem=f"{fault.problem} ({place})")
+
+
+def _callbacks(given: Any, folder: str, faults: Faults, places: Places) -> list[Callback]:
     """From a mapping (``null`` switches one off) or a list; those without a folder of their own write to the run's."""
     homes, callbacks = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}, list[Callback]()
     listed = given if isinstance(given, (dict, list)) else [given]
@@ -173,7 +185,9 @@ def _callbacks(given: Any, folder: str, faults: Faults) -> list[Callback]:
             built = instantiated({**entry, **own}, f"callbacks.{name}", faults, Callback)
             callbacks += [] if built is None else [built]
         elif entry is not None:
-            faults.add(f"callbacks.{name}: {entry!r}", fix="write '_target_: package.Class', or null")
+            where = places.get(f"callbacks.{name}")
+            said = f"callbacks.{name}: {entry!r}" + (f" ({where})" if where else "")
+            faults.add(said, fix="write '_target_: package.Class', or null")
     return callbacks
 
 
