@@ -198,18 +198,17 @@ every strategy: 20 steps, in two processes on a CPU. It compares each run with a
 
 {table}
 
-*same* means: losses, clipping norms and weights are those of the plain loop. Parameters, products, sums and optimizer
+*same* means: losses, clipping norms and weights equal the plain loop's. Parameters, products, sums and optimizer
 state have the declared dtypes. A step that overflows on one rank is skipped on all, and changes nothing. A resumed run
 ends bit for bit where the uninterrupted run ends.
 
 *no pins* means: the same without pins, and refused with them. *refused* means: an error before the first optimizer
 step, with what to write instead.
 
-The column of optimizers counts runs under `16-mixed`.
-That of families counts 71 families of models in every mode: plain, with pinned norms, with recomputed blocks. *-* are
-runs in which plain PyTorch itself raises. The column compiled counts runs under `torch.compile`, compared with the same
+The column of optimizers counts runs under `16-mixed`. The column of families counts 71 families of models in every
+mode: plain, with pinned norms, with recomputed blocks. *-* marks runs in which plain PyTorch itself raises. The column compiled counts runs under `torch.compile`, compared with the same
 runs in eager mode.
-[The full tables](../conformance.txt) have every cell, the reason of each refusal, and what was observed.
+[The full tables](../conformance.txt) have every cell, the reason of each refusal, and the observed dtypes.
 """
 
 
