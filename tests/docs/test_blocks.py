@@ -76,7 +76,7 @@ def test_pages_are_short_and_so_are_their_lines() -> None:
         if len(line) > 120 and "https://" not in line and page != "examples/README.md"
     ]
     assert wide == []
-    assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 3100
+    assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 3600
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(("docs/reference", "CONTRIBUTING"))])
