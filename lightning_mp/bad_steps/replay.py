@@ -13,15 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_mp.compat.lightning import (
     DeepSpeedStrategy,
     DummyLogger,
+    FSDPStrategy,
     LightningModule,
     Trainer,
     begins_window,
     draws_batches_itself,
+    rank_zero_warn,
     step_inputs,
 )
 from lightning_mp.compat.torch_sharding import unsummed_gradients
 from lightning_mp.health.scale_sources import scale_source
 from lightning_mp.numerics import nonfinite
+from lightning_mp.numerics.contents import Contents, RestoredParameters, restore_data
 from lightning_mp.numerics.nonfinite import Origin
 from lightning_mp.numerics.rng import RngState, rng_state, set_rng_state
 from lightning_mp.plan.diagnosis import Diagnosis, first_bad_rank, named
@@ -148,21 +151,42 @@ def _replayed(
             module.backward(loss if kept.scale is None else loss.float() * kept.scale)
         return losses[0]
 
+    origin: Origin | None = None
+    failure: Exception | None = None
     try:
         with _replaying(trainer, module, kept), torch.set_grad_enabled(backward):
-            origin = named(nonfinite.locate(module, run, backward=backward))
-    except Exception as error:  # a diagnosis must not end a run that would have gone on
-        notes.append(f"the replay of batch {kept.batch_idx} failed: {type(error).__name__}: {error}")
+            try:
+                origin = named(nonfinite.locate(module, run, backward=backward))
+            except Exception as error:  # a diagnosis must not end a run that would have gone on
+                failure = error
+    except Exception as error:
+        rank_zero_warn(
+            f"Running batch {kept.batch_idx} again changed something that could not be undone: {_words(error)}"
+        )
+    if failure is not None:
+        notes.append(f"the replay of batch {kept.batch_idx} failed: {_words(failure)}")
         return None, False
     return origin, not all(bool(torch.isfinite(loss).all()) for loss in losses)
 
 
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def _replaying(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
-    """Within, ``module`` is in the state in which it ran ``kept``; afterwards everything is as before."""
-    device = trainer.strategy.root_device
+    """Put ``module`` into the state in which it ran ``kept``, and log nothing; on exit restore everything.
+
+    Raises whatever the restoring of a value raised, after all others are restored.
+    """
+    device, parameters = trainer.strategy.root_device, list(module.parameters())
+    contents = Contents()
     with ExitStack() as stack:
         stack.enter_context(untouched(module, device))
+        stack.callback(contents.restore)
+        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):  # gathering moves their parameters
+            stack.callback(restore_data(parameters))
+        stack.enter_context(RestoredParameters(parameters, contents))
         stack.enter_context(unsummed_gradients(module))
         stack.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]

@@ -20,6 +20,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "torch:Tensor": "_make_wrapper_subclass _version",
         "torch._functorch.config": "backward_pass_autocast",
         "torch._ops": "OpOverload OpOverloadPacket",
+        "torch._ops:OpOverload": "_schema",
         "torch.amp.grad_scaler": "OptState",
         "torch.amp:GradScaler": "_growth_tracker _per_optimizer_states _scale",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "CheckpointImpl CheckpointWrapper",
@@ -33,6 +34,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "torch.optim:Optimizer": "_optimizer_step_pre_hooks",
         "torch.optim.lr_scheduler:SequentialLR": "_last_lr _schedulers",
         "torch.utils._python_dispatch": "TorchDispatchMode",
+        "torch.utils._pytree": "tree_leaves",
     },
     "torch:sharding": {
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": "_init_extensions _module_info"
@@ -54,7 +56,6 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "torch:fake": {
         "torch:UntypedStorage": "_cdata",
-        "torch._ops:OpOverload": "_schema",
         "torch.ops:aten": "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _local_scalar_dense"
         " _pin_memory _to_copy",
         "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",

@@ -17,6 +17,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_mp.compat import require_versions
 
@@ -172,6 +173,20 @@ buffers_of = attrgetter("_buffers")
 children_of = attrgetter("_modules")
 #: what a batch norm of any dimension is, torch's ``SyncBatchNorm`` included
 BATCH_NORM: Any = _torch.nn.modules.batchnorm._BatchNorm
+
+
+def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that ``operator`` writes to, lists of tensors flattened."""
+    schema = getattr(operator, "_schema", None)  # operators of a higher order have none
+    if schema is None or not schema.is_mutable:
+        return []
+    given = zip(schema.arguments, [*args, *([None] * len(schema.arguments))], strict=False)
+    written = [
+        kwargs.get(argument.name, value)
+        for argument, value in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tree_leaves(written)
 
 
 def version(tensor: Tensor | None) -> int | None:

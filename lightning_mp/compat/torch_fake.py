@@ -47,19 +47,6 @@ def storage_key(owner: Tensor | torch.UntypedStorage) -> int:
     return cast("Any", owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
 
 
-def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that ``operator`` writes to."""
-    schema = getattr(operator, "_schema", None)  # operators of a higher order have none
-    if schema is None or not schema.is_mutable:
-        return []
-    given = zip(schema.arguments, [*args, *([None] * len(schema.arguments))], strict=False)
-    return [
-        kwargs.get(argument.name, value)
-        for argument, value in given
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
 @contextmanager
 def moved_in_place() -> Generator[None, None, None]:
     """Within, ``module.to()`` and its kind change fakes in place; torch swaps them, which weak references bar.

@@ -3,14 +3,14 @@
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mp.compat.lightning import LightningModule, Trainer
 from lightning_mp.compat.torch import buffers_of
+from lightning_mp.numerics.contents import Contents, package_of
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan.skip_aware import Override
@@ -24,7 +24,8 @@ BARE: Mapping[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+#: attributes that every module has, and that of a LightningModule which refers to the run around it
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 
 
 def step_output(module: nn.Module, batch: Any, batch_idx: int = 0) -> Any:
@@ -82,49 +83,22 @@ def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: 
 
 @contextmanager
 def untouched(root: nn.Module, device: torch.device) -> Generator[None, None, None]:
-    """On exit gradients, what is trained, buffers and attributes of ``root``'s modules, and generators are as before.
+    """On exit restore gradients, ``requires_grad``, buffers and attributes of ``root``'s modules, and generators.
 
-    Within there are no gradients at first. Tensors, lists, dicts and sets among attributes are copied, one level deep.
+    Within, no parameter has a gradient at first. Attributes are restored with what they contain
+    (:class:`~lightning_mp.numerics.contents.Contents`). The values of parameters are not.
+
+    Raises whatever the restoring of a value raised, after all others are restored.
     """
-    undo: list[Callable[[], object]] = [partial(set_rng_state, rng_state(device), device)]
-    for parameter in root.parameters():
-        undo.append(partial(setattr, parameter, "grad", parameter.grad))
-        undo.append(partial(parameter.requires_grad_, parameter.requires_grad))
-        parameter.grad = None
-    for module in root.modules():
-        undo.append(_kept(buffers_of(module)))
-        undo.append(_kept(module.__dict__, leave=_OF_EVERY_MODULE))
-    try:
+    contents = Contents()
+    with ExitStack() as undo:
+        undo.callback(set_rng_state, rng_state(device), device)
+        for parameter in root.parameters():
+            undo.callback(setattr, parameter, "grad", parameter.grad)
+            undo.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.grad = None
+        undo.callback(contents.restore)
+        for module in root.modules():
+            contents.note_entries(buffers_of(module))
+            contents.note_entries(vars(module), leave=_OF_EVERY_MODULE, package=package_of(module))
         yield
-    finally:
-        for step in undo:
-            step()
-
-
-def _kept(values: dict[str, Any], leave: frozenset[str] = frozenset()) -> Callable[[], None]:
-    """A function that restores the entries of ``values``, and the contents of tensors and containers among them."""
-    before = {name: (value, _copied(value)) for name, value in values.items() if name not in leave}
-
-    def restore() -> None:
-        for name in [name for name in values if name not in before and name not in leave]:
-            del values[name]
-        for name, (value, copied) in before.items():
-            _fill(value, copied)
-            values[name] = value
-
-    return restore
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else value.detach().clone()
-    return value.copy() if type(value) in (list, dict, set) else None
-
-
-def _fill(value: Any, copied: Any) -> None:
-    if isinstance(copied, Tensor):
-        with torch.no_grad():  # always: batch norm writes its statistics without counting the version up
-            value.copy_(copied)
-    elif copied is not None:
-        value.clear()
-        (value.extend if type(value) is list else value.update)(copied)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.lightning import attached_to
-from lightning_mp.compat.torch import TorchDispatchMode
+from lightning_mp.compat.torch import TorchDispatchMode, overwritten
 from lightning_mp.compat.torch_fake import (
     CAST,
     CHECK,
@@ -26,7 +26,6 @@ from lightning_mp.compat.torch_fake import (
     is_fake,
     leaves,
     mapped,
-    overwritten,
     storage_key,
     without_modes,
     wraps,
