@@ -202,6 +202,13 @@ def saved_buffers(model: nn.Module) -> Iterator[Tensor]:
         yield from (tensor for name, tensor in named if name not in module._non_persistent_buffers_set)
 
 
+def unsaved_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The module's own buffers, with their names, that are in no state dict."""
+    for name, tensor in module.named_buffers(recurse=False):
+        if name in module._non_persistent_buffers_set:
+            yield name, tensor
+
+
 def has_forward_hooks(module: Any) -> bool:
     """Whether anything is called before or after the module's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,5 +1,6 @@
 """transformers' private conventions, which other libraries follow too: looked for on modules, never imported."""
 
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,19 @@ def kept_in_fp32(module: nn.Module, storage: str) -> list[str]:
     strict = getattr(module, "_keep_in_fp32_modules_strict", None) if storage in ("bf16", "fp16") else None
     other = getattr(module, "_keep_in_fp32_modules", None) if storage == "fp16" else None
     return sorted({name.replace("*", ".*") for name in (*(strict or ()), *(other or ()))})
+
+
+#: where transformers' own models are, and the code that comes with a checkpoint of the hub
+_PACKAGES = ("transformers.", "transformers_modules.")
+_ROTARY = re.compile("rotary|rope", re.IGNORECASE)
+
+
+def is_rotary(cls: type[nn.Module]) -> bool:
+    """Whether the class is a rotary embedding of a transformers model.
+
+    ``from_pretrained`` computes the buffers in fp32: no checkpoint has them, and its ``dtype=`` changes none of them.
+    """
+    return any(base.__module__.startswith(_PACKAGES) and _ROTARY.search(base.__name__) for base in cls.__mro__)
 
 
 def initialiser(module: nn.Module) -> Callable[[nn.Module], Any] | None:

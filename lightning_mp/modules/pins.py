@@ -12,8 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import apply_takes_recurse, apply_to_tensors, children_of, has_own_apply
-from lightning_mp.compat.transformers import kept_in_fp32
+from lightning_mp.compat.torch import (
+    apply_takes_recurse,
+    apply_to_tensors,
+    children_of,
+    has_own_apply,
+    unsaved_buffers,
+)
+from lightning_mp.compat.transformers import is_rotary, kept_in_fp32
 from lightning_mp.errors import Faults, PlanError
 from lightning_mp.modules import wide_linear
 from lightning_mp.modules.patterns import (
@@ -98,10 +104,15 @@ class PinMap:
         return dtypes
 
 
-def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str = "fp32") -> PinMap:
-    """Match ``pins``, the first that covers a module wins, against the modules below ``root``; change nothing."""
+def resolve(
+    root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str = "fp32", buffers: str | None = None
+) -> PinMap:
+    """Match ``pins``, the first that covers a module wins, against the modules below ``root``; change nothing.
+
+    ``storage`` is the dtype of what no pin covers, ``buffers`` that of its buffers, if the user named one.
+    """
     if not pins:
-        return PinMap(declared=_declared(root, storage, ()))
+        return PinMap(declared=_declared(root, storage, (), rotary=buffers is None))
     named = list(named_submodules(root))
     modules, wide = dict(named), list[PinnedModule]()
     index_of, matched = covering(root, [pin.pattern for pin in pins], "pin", faults, may_miss=[NORMS])
@@ -125,7 +136,8 @@ def resolve(root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str =
             check_changeable(name, module, f"pin {pins[index].pattern!r}", faults)
         inside = None if outer is None else pins[outer].dtype
         members[id(module)] = PinnedModule(name, module, pins[index], around[:1] != [index], inside)
-    declared = _declared(root, storage, [member.module for member in members.values()])
+    pinned = [member.module for member in members.values()]
+    declared = _declared(root, storage, pinned, rotary=buffers is None)
     return PinMap(tuple(members.values()), shadowed, declared, tuple(wide))
 
 
@@ -413,10 +425,13 @@ def _keeps(tensor: Tensor, storage: torch.dtype) -> bool:
 # ------------------------------------------------------------------ what a model itself keeps in fp32
 
 
-def _declared(root: nn.Module, storage: str, pinned: Iterable[nn.Module]) -> tuple[Declared, ...]:
+def _declared(
+    root: nn.Module, storage: str, pinned: Iterable[nn.Module], *, rotary: bool = False
+) -> tuple[Declared, ...]:
     """What models below ``root`` keep in fp32 where ``storage`` is ``"bf16"`` or ``"fp16"``, less the ``pinned``.
 
-    The outermost model's lists count: it has taken over those of the models inside, and names are relative to it.
+    The outermost model's lists count: it has taken over those of the models inside, and names are relative to it. With
+    ``rotary``, the frequencies of transformers' rotary embeddings count too: they are in no state dict.
     """
     taken, inside, declared = _ids(pinned), set[int](), list[Declared]()
     for prefix, model in root.named_modules():
@@ -431,7 +446,17 @@ def _declared(root: nn.Module, storage: str, pinned: Iterable[nn.Module]) -> tup
                 if pattern and tensor.is_floating_point() and id(tensor) not in left:
                     place = f"{prefix}.{name}".strip(".")
                     declared.append(Declared(place, module, key, pattern, original_class(model).__name__))
+    if rotary and to_torch(storage) in HALF:
+        declared += _rotary_buffers(root, taken | {id(other.tensor) for other in declared})
     return tuple(declared)
+
+
+def _rotary_buffers(root: nn.Module, left: set[int]) -> Iterator[Declared]:
+    for name, module in root.named_modules():
+        cls = original_class(module)
+        for key, tensor in unsaved_buffers(module) if is_rotary(cls) else ():
+            if tensor.is_floating_point() and id(tensor) not in left:
+                yield Declared(name, module, key, "rotary frequencies", cls.__name__)
 
 
 def fp32_names(root: nn.Module, pinned: Mapping[nn.Module, str]) -> dict[str, list[str]]:

@@ -42,7 +42,7 @@ def rows(policy: PrecisionPolicy, module: nn.Module | None, layers: Sequence[fp8
 def _pins(policy: PrecisionPolicy, module: nn.Module | None) -> Rows:
     pin_map, table = pins.PinMap(), Rows()
     if module is not None:
-        pin_map = pins.resolve(module, policy.pins, Faults(), policy.storage_dtype)
+        pin_map = pins.resolve(module, policy.pins, Faults(), policy.storage_dtype, policy.buffer_dtype)
     for pin in policy.pins:
         names = [member.name for member in pin_map.covered if member.pin is pin]
         output = "" if pin.output is None else f", output {pin.output}"

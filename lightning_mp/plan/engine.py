@@ -93,7 +93,9 @@ class StepEngine(ABC):
     def check(self, module: nn.Module, faults: Faults) -> None:
         """Note what in ``module`` the policy cannot be carried out on; change nothing."""
         self._module = module
-        self.pin_map = pins.resolve(module, self.policy.pins, faults, self.policy.storage_dtype)
+        self.pin_map = pins.resolve(
+            module, self.policy.pins, faults, self.policy.storage_dtype, self.policy.buffer_dtype
+        )
         if self.policy.fp8 is not None:
             require_torchao()
             pinned = [member.module for member in self.pin_map.covered]

@@ -80,7 +80,10 @@ def by_policy(
 ) -> Declaration:
     """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
     facts, faults = describe(device), Faults("audit")
-    pin_map = engine.pin_map if engine else pins.resolve(modules[""], policy.pins, faults, policy.storage_dtype)
+    if engine:
+        pin_map = engine.pin_map
+    else:
+        pin_map = pins.resolve(modules[""], policy.pins, faults, policy.storage_dtype, policy.buffer_dtype)
     stored, products = pin_map.dtypes(), {id(member.module): member.pin.dtype for member in pin_map.wide}
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
     for module in (member.module for member in pin_map.declared):  # a router's buffer says nothing of its products

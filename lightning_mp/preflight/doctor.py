@@ -1,6 +1,7 @@
 """``doctor``: what will go wrong in a run, found before its first step, by checks of the model and of its training."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from inspect import getsource
 from typing import Any, cast
@@ -13,7 +14,7 @@ from lightning_mp.compat.transformers import conv1d
 from lightning_mp.deepspeed.merge import add_trainer
 from lightning_mp.errors import Faults, counted, pinning
 from lightning_mp.modules.patterns import original_class
-from lightning_mp.numerics.dtypes import dtype_name, to_torch
+from lightning_mp.numerics.dtypes import dtype_name, is_plain, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import for_strategy
 from lightning_mp.plan.engine import EagerEngine
@@ -30,6 +31,11 @@ _BITS = {"bf16": 8, "fp16": 11}
 _SHARE = 0.1
 #: a table as small as this holds segments or classes, no vocabulary
 _SMALL_TABLE = 32
+#: in the name of a buffer that holds positions, or of its module's class
+_POSITIONS = re.compile(
+    "rotary|rope|inv_freq|freqs|sinusoid|timescale|theta|embed_positions|pos_e|positional|^pe$|cos_|sin_|^(cos|sin)$",
+    re.IGNORECASE,
+)
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 FP16_MAX = 65504.0
 #: Under it a gradient of 1/256 still fits into fp16: a mean over 256 numbers has such a one at the loss.
@@ -168,6 +174,31 @@ def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
         yield Finding("eps_underflows", "warning", what, why, f"set eps=1e-5, or {fix}", next(iter(small)))
 
 
+def positions_rounded(case: ModelUnderTest) -> Iterator[Finding]:
+    """Buffers of positions (rotary frequencies) that a true mode rounds, and neither a pin nor the model keeps."""
+    policy = case.policy
+    stored = case.storage if policy is None else (policy.buffer_dtype or case.storage)
+    if stored not in HALF:
+        return
+    dtype, rounded, kinds = to_torch(stored), list[str](), list[str]()
+    for name, module in case.modules:
+        kind = original_class(module).__name__
+        for key, buffer in module.named_buffers(recurse=False):
+            kept = case.pinned.get(id(buffer)) == "fp32" or case.pinned.get(id(module)) == "fp32"
+            if kept or not is_plain(buffer) or not (_POSITIONS.search(key) or _POSITIONS.search(kind)):
+                continue
+            if buffer.is_meta or not torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)):
+                rounded.append(f"{name}.{key}".strip("."))
+                kinds.append(kind)
+    if rounded:
+        fix = f"pin them: {pinning(dict.fromkeys(kinds), under_plan=policy is not None)}"
+        if policy is not None:
+            fix += "; or write buffer_dtype='fp32', for all buffers"
+        what = f"{counted(len(rounded), 'buffer')} of positions rounded to {stored}: {listed(rounded)}"
+        why = "an angle is a frequency times the position: its error grows with the length of the text"
+        yield Finding("positions_rounded", "warning", what, why, fix, rounded[0])
+
+
 def _vanishes(eps: float, dtype: str) -> bool:
     return eps > 0 and torch.tensor(eps, dtype=to_torch(dtype)).item() == 0
 
@@ -279,7 +310,7 @@ def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 CHECKS = (
-    *(*CHEAP, half_weights, refused, tf32_off, not_aligned, half_norms),
+    *(*CHEAP, half_weights, refused, tf32_off, not_aligned, half_norms, positions_rounded),
     *(scale_overflows_at_once, accumulation_overflows, optimizer_eps_underflows, schedule_counts_skips),
     deepspeed_contradicts_trainer,
 )

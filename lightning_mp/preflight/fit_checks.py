@@ -67,7 +67,9 @@ class ModelUnderTest:
         """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
         if self.policy is None:
             return {}
-        pin_map = pins.resolve(self.model, self.policy.pins, Faults(), self.policy.storage_dtype)
+        pin_map = pins.resolve(
+            self.model, self.policy.pins, Faults(), self.policy.storage_dtype, self.policy.buffer_dtype
+        )
         return {id(member.module): member.pin.dtype for member in pin_map.members} | pin_map.dtypes()
 
     @cached_property

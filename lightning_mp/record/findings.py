@@ -32,6 +32,7 @@ CODES: dict[str, str] = {
     "schedule_counts_skips": "LMP014",
     "deepspeed_contradicts_trainer": "LMP015",
     "precision_refused": "LMP022",
+    "positions_rounded": "LMP024",
 }
 
 

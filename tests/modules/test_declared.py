@@ -10,11 +10,13 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lightning_mp import LossScaling, MixedPrecisionPlan
+from lightning_mp import LossScaling, MixedPrecisionPlan, doctor
 from lightning_mp.callbacks import PrecisionAudit
 from lightning_mp.checkpoints import consolidate
 from lightning_mp.numerics.dtypes import default_dtype
+from support import hf
 from support.hf import MODELS, loss_of, token_batches
 from support.running import fit
 from support.saving import SaveAt
@@ -28,12 +30,10 @@ DECLARED = {
     ("t5", "bf16-true"): None,  # transformers' list that is not strict is for fp16 alone
     ("ernie", "16-true"): ".mlp.gate.",
     ("ernie", "bf16-true"): ".mlp.gate.",
+    ("llama", "bf16-true"): None,
 }
-#: transformers leaves rotary frequencies in fp32
-OPTIONS: dict[str, Any] = {
-    "bf16-true": {"buffer_dtype": "fp32"},
-    "16-true": {"buffer_dtype": "fp32", "loss_scaling": LossScaling.static(1.0)},
-}
+#: a scale of 1 leaves the gradients as those of the plain loop
+OPTIONS: dict[str, Any] = {"bf16-true": {}, "16-true": {"loss_scaling": LossScaling.static(1.0)}}
 
 
 class Language(LightningModule):
@@ -81,6 +81,73 @@ def test_a_run_is_that_of_a_plain_loop_on_the_model_as_transformers_loads_it(
     assert audit.report.ok, audit.report.to_text()
     said = f" fp32, as {type(plain).__name__} declares: "
     assert (said in caplog.text) == (said in plan.describe(module)) == (part is not None)
+    rotary = "'rotary frequencies' fp32, as "
+    assert (rotary in plan.describe(module)) == (kind != "t5")
+    buffers = {name: buffer.dtype for name, buffer in module.model.named_buffers()}
+    assert buffers == {name: buffer.dtype for name, buffer in plain.named_buffers()}
+
+
+LONG = 4096
+
+
+@pytest.mark.parametrize("mode", ["bf16-true", "16-true"])
+def test_a_llama_reads_long_texts_at_the_positions_that_transformers_gives_it(mode: str, tmp_path: Path) -> None:
+    model, ids = hf.llama(max_position_embeddings=LONG), torch.arange(LONG)[None] % hf.VOCABULARY
+    model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path, dtype=HALF[mode]).eval()
+    MixedPrecisionPlan(mode).apply(model.eval())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ({}, FP32),
+        ({"buffer_dtype": "bf16"}, torch.bfloat16),
+        ({"pins": {"LlamaRotaryEmbedding": "bf16"}}, torch.bfloat16),
+        ({"pins": {"*rotary*": "fp32"}}, FP32),
+    ],
+)
+def test_a_word_of_the_users_decides_over_what_a_rotary_embedding_declares(
+    options: dict[str, Any], stored: torch.dtype
+) -> None:
+    model = hf.llama()
+    MixedPrecisionPlan("bf16-true", **options).apply(model)
+    assert model.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.original_inv_freq.dtype == stored
+
+
+class Embedding(nn.Module):
+    """A rotary embedding of nobody's library: it is cast, as by stock."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1 / 10_000 ** (torch.arange(8) / 8), persistent=persistent)
+
+
+class OfOnesOwn(LlamaRotaryEmbedding):
+    """Scaled by a user, and transformers' all the same."""
+
+
+def test_what_is_no_rotary_embedding_of_transformers_is_cast_and_named_by_the_doctor() -> None:
+    model = nn.ModuleDict({"own": Embedding(), "saved": Embedding(True), "scaled": OfOnesOwn(hf.llama().config)})
+    (finding,) = [each for each in doctor(model, MixedPrecisionPlan("bf16-true")) if each.code == "LMP024"]
+    assert "2 buffers of positions rounded to bf16: own.inv_freq, saved.inv_freq" in finding.what
+    assert "pins={'Embedding': 'fp32'}" in finding.fix
+    pinned = MixedPrecisionPlan("bf16-true", pins={"Embedding": "fp32"})
+    for plan in (pinned, MixedPrecisionPlan("bf16-true", buffer_dtype="fp32"), MixedPrecisionPlan("bf16-mixed")):
+        assert "LMP024" not in {each.code for each in doctor(model, plan)}
+    stock = {each.code: each for each in doctor(model, "bf16-true")}["LMP024"]
+    assert "DtypePinning({'Embedding': 'fp32', 'OfOnesOwn': 'fp32'})" in stock.fix
+    MixedPrecisionPlan("bf16-true").apply(model)
+    assert [each.inv_freq.dtype for each in model.values()] == [torch.bfloat16, torch.bfloat16, FP32]
+
+
+def test_what_is_saved_of_a_plan_names_no_buffer_that_is_not_saved() -> None:
+    module = Language("llama")
+    plan = MixedPrecisionPlan("bf16-true")
+    plan.apply(module)
+    assert "fp32" not in plan.state_dict()
 
 
 def test_a_pin_of_the_users_overrides_the_models_own() -> None:

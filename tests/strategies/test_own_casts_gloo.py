@@ -5,15 +5,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lightning_mp import PlanError
 from lightning_mp.numerics.dtypes import default_dtype
+from support.hf import MODELS, loss_of, token_batches
 from support.models import FEATURES, batches
 from support.oracles import plan_for
 from support.own_apply import CASES
 from support.ranks import Ranks
 from support.running import fit
-from support.sharded import Ranked, under
+from support.sharded import Language, Ranked, under
 
 BF16 = torch.bfloat16
 HOSTS = ("ddp", "fsdp2", "fsdp1", "deepspeed_zero2")
@@ -54,6 +56,23 @@ def _ran(host: str) -> dict[str, Any]:
         else:
             found[case] = module.losses[0], module.dtype, module.net[-1].weight.dtype
     return found
+
+
+def _rotary(host: str) -> tuple[torch.dtype, float]:
+    """The dtype of a Llama's frequencies after a run, and the first loss."""
+    module = Language("llama")
+    fit(module, data=token_batches(), max_steps=2, **under(host, plan_for("bf16-true")))
+    return module.model.model.rotary_emb.inv_freq.dtype, module.losses[0]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("host", [*HOSTS[:2], *(pytest.param(host, marks=pytest.mark.slow) for host in HOSTS[2:])])
+def test_rotary_frequencies_stay_in_fp32(ranks: Ranks, host: str) -> None:
+    model = MODELS["llama"]().to(BF16)
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    with default_dtype(BF16):
+        expected = loss_of(model, next(iter(token_batches()))).item()
+    assert ranks.call(_rotary, host)[0] == (torch.float32, expected)
 
 
 @pytest.mark.gloo
