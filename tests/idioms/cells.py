@@ -10,6 +10,8 @@ from idioms.table import IDIOMS, Idiom
 from support.comparing import eps, same
 from support.ranks import Ranks
 
+#: of each rank
+Results = list[dict[str, Any]]
 #: the files of the table
 THEMES = ("hooks",)
 for theme in THEMES:
@@ -53,24 +55,38 @@ def verdict(ranks: Ranks, name: str, strategy: str, mode: str, folder: Path) -> 
     planned = ranks.call(ran, name, strategy, mode, str(folder / f"{name}-{strategy}-{mode}-plan"), False)
     refusal = entry.of(entry.refused, strategy, mode)
     if refusal is not None:
-        for each in planned:
-            said = each.get("message")
-            if said is None:
-                return Verdict("RAN", refusal)
-            if refusal.lower() not in said.lower():
-                return Verdict("REFUSED", said)
-        return Verdict("refused", planned[0]["message"])
+        return _as_refused(planned, refusal)
     stock = ranks.call(ran, name, strategy, mode, str(folder / f"{name}-{strategy}-{mode}-stock"), True)
+    return _unplanned_end(planned, stock) or _compared(entry, planned, stock, strategy, mode)
+
+
+def _as_refused(planned: Results, refusal: str) -> Verdict:
+    """Return whether every rank was refused with these words."""
+    for each in planned:
+        said = each.get("message")
+        if said is None:
+            return Verdict("RAN", refusal)
+        if refusal.lower() not in said.lower():
+            return Verdict("REFUSED", each.get("failed", said))
+    return Verdict("refused", planned[0]["message"])
+
+
+def _unplanned_end(planned: Results, stock: Results) -> Verdict | None:
+    """Return the first exception of a rank, or None."""
     for mine, theirs in zip(planned, stock, strict=True):
         if "message" in theirs:
-            with_plan = mine.get("message", "it ran")
-            return Verdict("STOCK FAILED", f"{theirs['message']}\nwith the plan: {with_plan}")
-        if "refused" in mine:
-            return Verdict("REFUSED", mine["refused"])
-        if "failed" in mine:
-            return Verdict("FAILED", mine["failed"])
+            return Verdict("STOCK FAILED", f"{theirs['message']}\nwith the plan: {mine.get('message', 'it ran')}")
+        if "message" in mine:
+            word = "REFUSED" if "refused" in mine else "FAILED"
+            return Verdict(word, mine.get("failed", mine["message"]))
+    return None
+
+
+def _compared(entry: Idiom, planned: Results, stock: Results, strategy: str, mode: str) -> Verdict:
+    """Return whether every rank ended as under stock Lightning."""
+    within = tolerance(entry, strategy, mode)
     pairs = zip(planned, stock, strict=True)
-    apart = "\n".join(differences(mine, theirs, tolerance(entry, strategy, mode)) for mine, theirs in pairs).strip()
+    apart = "\n".join(differences(mine, theirs, within) for mine, theirs in pairs).strip()
     expected = entry.of(entry.differs, strategy, mode)
     if expected is not None:
         return Verdict("differs", apart) if apart else Verdict("EQUAL", expected)
@@ -81,16 +97,13 @@ def verdict(ranks: Ranks, name: str, strategy: str, mode: str, folder: Path) -> 
 
 def differences(mine: dict[str, Any], theirs: dict[str, Any], within: float) -> str:
     """Return what is apart, in words, or an empty string."""
-    parts = []
-    for key in ("losses", "seen", "metrics", "global_step"):
-        if not same(mine[key], theirs[key], within):
-            parts.append(f"{key}: {mine[key]} for {theirs[key]}")
+    kept = ("losses", "seen", "metrics", "global_step")
+    parts = [f"{key}: {mine[key]} for {theirs[key]}" for key in kept if not same(mine[key], theirs[key], within)]
     if mine["weights"].keys() != theirs["weights"].keys():
-        parts.append(f"names: {mine['weights'].keys() ^ theirs['weights'].keys()}")
-    else:
-        for name, weight in mine["weights"].items():
-            if not same(weight, theirs["weights"][name], within):
-                other = theirs["weights"][name]
-                far = (weight.double() - other.double()).abs().max().item()
-                parts.append(f"{name} {weight.dtype} {other.dtype}: {far:.3g} apart")
+        return "\n".join([*parts, f"names: {mine['weights'].keys() ^ theirs['weights'].keys()}"])
+    for name, weight in mine["weights"].items():
+        other = theirs["weights"][name]
+        if not same(weight, other, within):
+            distance = (weight.double() - other.double()).abs().max().item()
+            parts.append(f"{name} {weight.dtype} {other.dtype}: {distance:.3g} apart")
     return "\n".join(parts)

@@ -38,7 +38,7 @@ def one_device() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize(("name", "strategy", "mode"), cells())
+@pytest.mark.parametrize(("name", "strategy", "mode"), list(cells()))
 def test_an_idiom_ends_as_under_stock_lightning_or_is_refused(
     name: str, strategy: str, mode: str, ranks: Ranks, one_device: Ranks, tmp_path: Path
 ) -> None:
