@@ -1,5 +1,6 @@
 """The package as it is installed: what an import costs, what the extras hold, and that the pins cover them."""
 
+import ast
 import json
 import re
 import shlex
@@ -58,6 +59,29 @@ def test_a_public_package_is_there_without_an_import_of_its_own(name: str) -> No
 def test_importing_the_package_and_its_pure_data_loads_neither_torch_nor_lightning() -> None:
     assert heavy_modules_after("import lightning_mp") == []
     assert heavy_modules_after("; ".join(f"import lightning_mp.{module}" for module in FLOOR_0)) == []
+
+
+def imported() -> set[str]:
+    """The top-level packages that the package's modules import, by a statement or by ``import_module("...")``."""
+    names: set[str] = set()
+    for path in (ROOT / "lightning_mp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module or "")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
+                names |= {part.value for part in node.args if isinstance(part, ast.Constant)}
+    return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"lightning_mp"}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    distributions = {"hydra": "hydra-core", "lightning_utilities": "lightning-utilities", "yaml": "pyyaml"}
+    type_checkers_alone = {"typing_extensions"}
+    declared = {canonicalize_name(Requirement(line).name) for line in requires(PACKAGE) or []}
+    missing = {distributions.get(name, name) for name in imported() - type_checkers_alone} - declared
+    assert missing == set()
+    assert "torch" in imported(), "the search reads the package"
 
 
 def test_the_version_is_written_in_one_place() -> None:
