@@ -206,8 +206,8 @@ ends bit for bit where the uninterrupted run ends.
 step, with what to write instead.
 
 The column of optimizers counts runs under `16-mixed`. The column of families counts 71 families of models in every
-mode: plain, with pinned norms, with recomputed blocks. *-* marks runs in which plain PyTorch itself raises. The column compiled counts runs under `torch.compile`, compared with the same
-runs in eager mode.
+mode: plain, with pinned norms, with recomputed blocks. *-* marks runs in which plain PyTorch itself raises. The column
+compiled counts runs under `torch.compile`, compared with the same runs in eager mode.
 [The full tables](../conformance.txt) have every cell, the reason of each refusal, and the observed dtypes.
 """
 
