@@ -69,6 +69,8 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         self.step_skipped = False
         #: how many optimizer steps were skipped, a scaler's own skips included, and how many were not
         self.skipped_steps = self.applied_steps = 0
+        #: the same counts before the first step of this fit: those of a checkpoint or of an earlier fit
+        self._skipped_before = self._applied_before = 0
         self._in_a_row = 0
         self._run: _Run | None = None
 
@@ -97,18 +99,19 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         if is_fresh(trainer):
             self.step_skipped = False
             self.skipped_steps = self.applied_steps = self._in_a_row = 0
+        self._skipped_before, self._applied_before = self.skipped_steps, self.applied_steps
         budget = f"{_NAME}(on_trip=..., max_consecutive=...)"
         bad_steps = BadSteps(trainer, self.run_dir, self._log, rewinds=self.on_trip == "rewind", budget=budget)
         self._run = _Run(trainer, pl_module, bad_steps, self)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at whether any step was applied.
+        """Look at whether any step of this fit was applied.
 
         Raises:
             NonFiniteError: none was, though a scaler would have found its scale by now.
         """
-        tried = self.skipped_steps
-        if tried and not self.applied_steps and (self._in_a_row or tried > SEARCH_SKIPS):
+        tried, applied = self.skipped_steps - self._skipped_before, self.applied_steps - self._applied_before
+        if tried and not applied and (self._in_a_row or tried > SEARCH_SKIPS):
             raise applied_none(tried, None, f"{_NAME}('raise')")
 
     def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:

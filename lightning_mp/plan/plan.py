@@ -380,7 +380,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         Raises:
             NonFiniteError: a fit applied none of its steps; Lightning then calls this once more.
         """
-        ended(self, self.trainer)
+        ended(self._run)
         self._run.release()
         for run in self._runs.values():
             if run.engine is not None:  # that of a Trainer around this one, the innermost is the last

@@ -42,6 +42,8 @@ class Run:
         self.stepped = False
         #: whether hooks of the user's may change gradients before the step; known from the first step on
         self.checks_again: bool | None = None
+        #: steps, and applied steps, before the first step of this fit: those of a checkpoint or of an earlier fit
+        self.attempts_before = self.applied_before = 0
         self.cleanup = ExitStack()
         #: its Trainer, or the one that it had: another one gets a run of its own
         self.attached: weakref.ref[Trainer] | None = None
@@ -83,6 +85,7 @@ class Run:
     def begin_steps(self, module: LightningModule) -> None:
         """In the first step: schedulers and weight averages will not move on a skipped one."""
         self.checks_again = may_change_gradients(module)
+        self.attempts_before, self.applied_before = self.loss_scaler.attempts, self.loss_scaler.applied_steps
         undo = hold_on_skips(module.trainer, module, lambda: self.stepped and self.loss_scaler.step_skipped)
         self.cleanup.callback(undo)
 
@@ -223,16 +226,21 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
         logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}}, **nothing)
 
 
-def ended(plan: PlanBase, trainer: Trainer | None) -> None:
-    """Look, at the end of a fit that did not fail, at whether any of its steps was applied.
+def ended(run: Run) -> None:
+    """Look, at the end of a fit that did not fail, at whether any of the steps of this fit was applied.
+
+    Steps of the checkpoint that it resumed from, and of an earlier fit of the Trainer, do not count.
 
     Raises:
-        NonFiniteError: none was; a warning where fp16 may not have found its loss scale yet.
+        NonFiniteError: none was applied. Where fp16 may not have found its loss scale yet, this is a warning.
     """
+    trainer, scaler = run.trainer, run.loss_scaler
     fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted
-    tried = plan.loss_scaler.attempts if fitted and plan.engine is not None else 0
-    if tried and not plan.applied_steps:
-        error = diagnosis.applied_none(tried, None if plan.scaler is None else plan.scaler.get_scale())
-        if plan.scaler is None or tried > diagnosis.SEARCH_SKIPS:
+    if not fitted or run.engine is None or run.checks_again is None:  # the last: no step was tried
+        return
+    tried = scaler.attempts - run.attempts_before
+    if tried and scaler.applied_steps == run.applied_before:
+        error = diagnosis.applied_none(tried, scaler.get_scale() if scaler.enabled else None)
+        if not scaler.enabled or tried > diagnosis.SEARCH_SKIPS:
             raise error
         rank_zero_warn(str(error))

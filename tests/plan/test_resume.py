@@ -1,5 +1,6 @@
 """A run that was saved and taken up again is the run that was not interrupted: scale, counters, weights."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch.optim import SGD, AdamW
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PrecisionPolicy
-from support.models import Regression, same_weights, weights
+from lightning_mp.callbacks import NonFiniteGuard
+from support.models import Regression, batches, same_weights, weights
 from support.oracles import MODES, SCALED, plan_for, stock_for
 from support.running import fit
 from support.saving import ResumableBatches, SaveAt
@@ -95,3 +97,53 @@ def test_a_run_may_go_on_in_another_mode(before: str, after: str, tmp_path: Path
     assert all(torch.isfinite(value).all() for value in weights(module).values())
     if after in SCALED:
         assert trace.scales[0] == 256.0
+
+
+class Sick(Regression):
+    """Its gradients are not finite while it is ``sick``."""
+
+    def __init__(self, sick: bool) -> None:
+        super().__init__(adamw)
+        self.sick = sick
+
+    def on_after_backward(self) -> None:
+        if self.sick:
+            self.net[0].weight.grad.fill_(float("nan"))  # type: ignore[union-attr,operator]
+
+
+#: what watches a run -> its Trainer arguments; a loss scale is searched for with up to five skips
+WATCHED: dict[str, Callable[[str], dict[str, Any]]] = {
+    "plan": lambda mode: {"plugins": [plan_for(mode)]},
+    "guard": lambda mode: {"callbacks": [NonFiniteGuard()], **stock_for(mode)},
+}
+watched = pytest.mark.parametrize("watch", WATCHED)
+scaled_or_not = pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+
+
+@scaled_or_not
+@watched
+def test_a_resumed_fit_that_applies_no_step_fails(watch: str, mode: str, own_folder: Path) -> None:
+    first = fit(Sick(False), **WATCHED[watch](mode))
+    first.save_checkpoint("healthy.ckpt")
+    with pytest.raises(NonFiniteError, match="applied 0 of its 8 optimizer steps"):
+        fit(Sick(True), ckpt_path="healthy.ckpt", **{**WATCHED[watch](mode), "max_epochs": 2})
+
+
+@scaled_or_not
+@watched
+def test_a_second_fit_of_a_trainer_that_applies_no_step_fails(watch: str, mode: str, own_folder: Path) -> None:
+    runner = fit(Sick(False), **WATCHED[watch](mode))
+    runner.fit_loop.max_epochs = 2
+    with pytest.raises(NonFiniteError, match="applied 0 of its 8 optimizer steps"):
+        runner.fit(Sick(True), batches())
+
+
+@watched
+def test_a_fit_with_nothing_left_to_do_succeeds(watch: str, own_folder: Path) -> None:
+    """Resumed at its end, or run again, it tries no step; the counts stay."""
+    runner = fit(Sick(False), **WATCHED[watch]("bf16-mixed"))
+    runner.save_checkpoint("done.ckpt")
+    runner.fit(Sick(True), batches())
+    fit(Sick(True), ckpt_path="done.ckpt", **WATCHED[watch]("bf16-mixed"))
+    counter: Any = runner.callbacks[0] if watch == "guard" else runner.precision_plugin
+    assert (counter.applied_steps, counter.skipped_steps) == (8, 0)
