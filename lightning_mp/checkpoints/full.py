@@ -3,8 +3,9 @@
 import pickle
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from os import PathLike
@@ -29,7 +30,7 @@ from lightning_mp.compat import quietly
 from lightning_mp.compat.torch import read_shards, shard_storage
 from lightning_mp.errors import Faults, MissingExtraError
 from lightning_mp.modules.patterns import plain_name
-from lightning_mp.numerics.dtypes import TORCH_DTYPES
+from lightning_mp.numerics.dtypes import TORCH_DTYPES, map_tensors
 from lightning_mp.policy.pieces import storage_dtype
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -199,28 +200,74 @@ def _read(path: Path, weights_only: bool | None, *, states: bool = True, extra: 
     return {**content, "state_dict": plain_names(content["state_dict"])}
 
 
+def read_weights(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the weights that :func:`read_full` returns, and read nothing else of a folder of shards."""
+    with formats.local(path) as place:
+        return _read(place, False, states=False, extra=False)["state_dict"]
+
+
+def read_optimizer_states(path: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Return the optimizer states of a folder of shards as :func:`read_full` returns them."""
+    with formats.local(path) as place:
+        return _sharded_states(_read_shards(place, set(_optimizer_keys(_roots(_metadata(place))))))
+
+
 # where ModelParallelStrategy and FSDPStrategy put the weights
 _WEIGHTS = ("state_dict", "model")
 
 
-def entries(path: str) -> list[str]:
-    """The dotted names of everything in the shards, behind any protocol of fsspec's."""
+@dataclass(frozen=True)
+class ShardIndex:
+    """The names in a folder of FSDP2's shards."""
+
+    #: the dotted names of all entries, weights and optimizer states
+    entries: frozenset[str]
+    #: the names of the weights; empty for a folder of FSDP1's, which calls them otherwise
+    weights: tuple[str, ...]
+    #: the number of optimizers
+    optimizers: int
+
+
+def index_of(path: str) -> ShardIndex:
+    """Return what the index of a folder of shards names, behind any protocol of fsspec's. No tensor is read."""
     index = shard_storage(path).read_metadata() if formats.is_remote_path(path) else _metadata(Path(path))
-    return list(index.state_dict_metadata)
+    planned: Mapping[str, Any] = index.planner_data or {}
+    weights = [str(place[1]) for place in planned.values() if place[0] == _WEIGHTS[0] and len(place) > 1]
+    return ShardIndex(
+        entries=frozenset(index.state_dict_metadata),
+        weights=tuple(dict.fromkeys(map(plain_name, weights))),
+        optimizers=len(_optimizer_keys(_roots(index))),
+    )
+
+
+def _roots(metadata: Any) -> list[str]:
+    return list(dict.fromkeys(str(place[0]) for place in (metadata.planner_data or {}).values()))
+
+
+def _optimizer_keys(roots: Iterable[str]) -> list[str]:
+    """The keys of the optimizers in the order of their numbers."""
+    numbers = sorted(int(name.removeprefix(OPTIMIZER)) for name in roots if name.startswith(OPTIMIZER))
+    return [f"{OPTIMIZER}{number}" for number in numbers]
 
 
 def _sharded(path: Path, *, states: bool) -> dict[str, Any]:
-    roots = dict.fromkeys(str(place[0]) for place in (_metadata(path).planner_data or {}).values())
+    roots = _roots(_metadata(path))
     key = next((key for key in _WEIGHTS if key in roots), None)
     if key is None:
         raise formats.damaged(path, f"its shards hold {', '.join(roots) or 'nothing'}, and no weights")
+    content = _read_shards(path, None if states else {key})
+    return {"state_dict": content[key], "optimizer_states": _sharded_states(content)}
+
+
+def _read_shards(path: Path, keys: set[str] | None) -> dict[str, Any]:
     try:
-        content = read_shards(path, None if states else {key})
+        return read_shards(path, keys)
     except CheckpointException as error:  # holds one error a rank; there is one rank here
         raise formats.damaged(path, next(iter(error.failures.values()))[0]) from error
-    numbers = sorted(int(name.removeprefix(OPTIMIZER)) for name in content if name.startswith(OPTIMIZER))
-    optimizers = [rekeyed(content[f"{OPTIMIZER}{number}"]) for number in numbers]
-    return {"state_dict": content[key], "optimizer_states": optimizers}
+
+
+def _sharded_states(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [rekeyed(content[key]) for key in _optimizer_keys(content)]
 
 
 def _metadata(path: Path) -> Any:
@@ -259,9 +306,17 @@ def resumable(path: Path, stage: int, processes: int) -> bool:
 
 
 def loads_alike(path: Path, groups: list[list[str]]) -> bool:
-    """Whether the param groups of a folder of stage 1 or 2 hold the parameters of those ``groups``, by name."""
+    """Whether the param groups of a folder of DeepSpeed's hold the parameters of those ``groups``, by name."""
     states = _model_states(path, deepspeed_folder(path))
     return [[plain_name(name) for name in group] for group in states.get("param_shapes") or ()] == groups
+
+
+def read_model_states(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return Lightning's keys in a file of DeepSpeed's model states, and the names of the weights in the folder."""
+    states = _checked_model_states(file)
+    content = {key: value for key, value in states.items() if key not in _OWN}
+    # copied: the file is mapped into memory, and may be removed
+    return map_tensors(content, torch.Tensor.clone), list(plain_names(states["module"]))
 
 
 def _deepspeed(path: Path) -> dict[str, Any]:
@@ -297,9 +352,13 @@ def _model_states(path: Path, folder: Path) -> dict[str, Any]:
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         raise formats.damaged(path, "it lacks the model states of rank 0: copy the files of all nodes into it")
+    return _checked_model_states(file)
+
+
+def _checked_model_states(file: Path) -> dict[str, Any]:
     states = formats.load(file, weights_only=False, mmap=True)
     if not isinstance(states.get("module"), dict):
-        raise formats.damaged(path, f"{file.name} holds no module")
+        raise formats.damaged(file.parent.parent, f"{file.name} holds no module")
     return states
 
 

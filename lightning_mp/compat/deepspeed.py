@@ -1,5 +1,6 @@
 """DeepSpeed's private names, each behind a function that says what it is for; it is imported where it is used."""
 
+import os
 import weakref
 from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -62,6 +63,11 @@ def floor_of(engine: Any) -> float:
     """The lowest loss scale of a stock ``DeepSpeedEngine``; 0 where it has none."""
     rule = _rule_of(engine)
     return float(getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0)
+
+
+def model_states_file(engine: Any, folder: str) -> str:
+    """Return the path of the file in a checkpoint's ``folder`` from which this rank loads the module's states."""
+    return engine._get_ckpt_name(*os.path.split(folder))
 
 
 class Zero:

@@ -3,8 +3,9 @@
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.formats import CheckpointFormatError, is_remote_path, without_file_protocol
-from lightning_mp.checkpoints.full import loads_alike, resumable
+from lightning_mp.checkpoints.formats import CheckpointFormatError, deepspeed_folder, is_remote_path
+from lightning_mp.checkpoints.full import loads_alike, read_model_states, read_weights, resumable
+from lightning_mp.checkpoints.lazy import LazyWeights
 from lightning_mp.compat import deepspeed as compat
 from lightning_mp.compat import patched, require_versions
 from lightning_mp.compat.lightning import (
@@ -37,6 +39,7 @@ from lightning_mp.deepspeed.engine import ZeroEngine, refuse
 from lightning_mp.deepspeed.read import SUBJECT, JsonLike, load_json
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
 from lightning_mp.modules import half_weights
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import HALF, to_torch
 from lightning_mp.plan import optimizer_facts
@@ -94,6 +97,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     block_backward_sync: Any = nullcontext
     #: by param group in the engine, the index of the user's that it was split off
     _source_group: Sequence[int] = ()
+    #: stands for the optimizer states of a folder that DeepSpeed is to load; ``None`` if it is to load none
+    _states_of_folder: list[Any] | None = None
     #: the JSON's block ``optimizer``, which DeepSpeed follows only if ``configure_optimizers`` makes none
     _optimizer_of_json: Any = None
     #: while it trains, the param groups that stage 1 or 2 holds in half precision
@@ -380,39 +385,72 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load with everything a folder that as many ranks of the stage wrote, all else without optimizer state."""
-        path = without_file_protocol(self.broadcast(checkpoint_path))
-        with self._optimizers_while_fitting(), self._fp32_weights():
-            checkpoint = super().load_checkpoint(path, weights_only=weights_only)
-            self._engine.override_zero_settings()
-            for state in checkpoint.get("lr_schedulers", ()):
-                regroup(state, len({*self._source_group}), self._source_group)
-            if not self.reads(path):
-                set_learning_rates(self.optimizers, checkpoint)
-        return checkpoint
+        self._states_of_folder = None
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def open_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        file = compat.model_states_file(self.deepspeed_engine, str(deepspeed_folder(Path(path))))
+        content, names = read_model_states(Path(file))
+        self._states_of_folder = []
+        weights = LazyWeights(names, partial(read_weights, path))
+        return {**content, "state_dict": weights, "optimizer_states": self._states_of_folder}
 
     def reads(self, path: Any) -> bool:
         if self._stage == 3 and self._user_module.trainer.state.fn != TrainerFn.FITTING:
             return False  # an engine without an optimizer takes whole weights only
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
-        flat = [group for zero in self.optimizers if self._stage < 3 for group, _ in compat.partitions(zero)]
-        groups = [[names[id(parameter)] for parameter in group] for group in flat]
+        flat = [group for zero in self.optimizers for group, _ in compat.partitions(zero)]
+        groups = [[plain_name(names[id(parameter)]) for parameter in group] for group in flat]
         return alike and (not groups or loads_alike(Path(path), groups))
 
-    def load_full(self, checkpoint: dict[str, Any]) -> None:
-        """Load whole weights into the partitions."""
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights that hooks left in the checkpoint, and DeepSpeed's optimizer state if there is one to load.
+
+        DeepSpeed loads both at once. What a hook changed is loaded over it.
+        """
+        weights = checkpoint["state_dict"]
+        untouched = isinstance(weights, LazyWeights) and not weights.touched
+        mine = self._states_of_folder
+        if mine is not None and mine is not checkpoint.get("optimizer_states"):
+            self._folder = self._states_of_folder = None  # a hook took the optimizer states out
+        with self._optimizers_while_fitting(), self._fp32_weights():
+            left_out = {}
+            if self._folder is not None:
+                left_out = {} if untouched else whole_values(self._user_module, without=weights.keys())
+                DeepSpeedStrategy.load_checkpoint(self, self._folder)
+            if self._folder is None or not untouched:
+                self.load_whole_weights(dict(weights), strict=strict)
+            if left_out:
+                self.load_whole_weights(left_out, strict=False)
+            self._engine.override_zero_settings()
+
+    def load_whole_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Load whole weights into the partitions.
+
+        Raises:
+            RuntimeError: a weight is missing or does not fit, as from ``load_state_dict``; or it is an empty tensor
+                that a hook took from the module, whose weights ZeRO-3 holds in partitions.
+        """
         module = self._user_module
-        if checkpoint.pop("optimizer_states", None):
-            rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
-        state = checkpoint["state_dict"]
-        zero: Any
         if self._stage < 3:
-            module.load_state_dict(state, strict=module.strict_loading)
+            module.load_state_dict(weights, strict=strict)
         else:
-            load_full_state(module, state, strict=module.strict_loading)
+            refuse_partitioned(module, weights)
+            load_full_state(module, weights, strict=strict)
+        zero: Any
         for zero in self.optimizers:
             zero.refresh_fp32_params()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the param groups the schedulers' learning rates, unless DeepSpeed has loaded them with its states."""
+        for state in checkpoint.get("lr_schedulers", ()):
+            regroup(state, len({*self._source_group}), self._source_group)
+        if self._states_of_folder is not None:
+            return
+        if checkpoint["optimizer_states"]:
+            rank_zero_info("Optimizer state of another strategy does not fit ZeRO's partitions: it starts at zero.")
+        set_learning_rates(self.optimizers, checkpoint)
 
 
 def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, int], faults: Faults) -> None:
@@ -440,6 +478,37 @@ def _check_optimizer_type(block: Any, faults: Faults) -> None:
     if isinstance(kind, str) and optimizer_facts.needs_whole_parameters(kind):
         given = f"optimizer.type={kind!r} in the JSON, which needs whole parameters"
         faults.add(given, fix="use 'AdamW' or 'SGD', or return it from configure_optimizers() with strategy='mp_ddp'")
+
+
+def refuse_partitioned(module: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Raise a RuntimeError if one of ``weights`` is the empty tensor in place of a parameter that ZeRO-3 split."""
+    parameter: Any
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = weights.get(plain_name(name))
+        if compat.is_partitioned(parameter) and isinstance(value, Tensor) and not value.numel() and parameter.ds_numel:
+            refuse(
+                f"on_load_checkpoint put {name!r} of the module's own state_dict() into the checkpoint, with ZeRO-3, "
+                "which holds it in partitions: it is empty there",
+                "compare shapes with parameter.ds_shape, or use strategy='mp_deepspeed_zero2' or 'mp_fsdp2'",
+            )
+
+
+def whole_values(module: nn.Module, *, without: Collection[str]) -> dict[str, Tensor]:
+    """Return copies of the whole tensors of the state dict that have no name in ``without``. Every rank calls it."""
+    import deepspeed
+
+    values: dict[str, Tensor] = {}
+    elsewhere = {id(tensor) for name, tensor in _saved_tensors(module) if plain_name(name) in without}
+    for name, tensor in _saved_tensors(module):
+        if plain_name(name) not in without and id(tensor) not in elsewhere:
+            with deepspeed.zero.GatheredParameters([tensor]) if compat.is_partitioned(tensor) else nullcontext():
+                values[name] = tensor.detach().clone()
+    return values
+
+
+def _saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = nn.Module.state_dict(module, keep_vars=True)
+    return [(name, value) for name, value in saved.items() if isinstance(value, Tensor)]
 
 
 def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

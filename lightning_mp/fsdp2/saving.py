@@ -1,6 +1,6 @@
 """Folders of shards, written to any path of fsspec's: at once, or from a copy on the host while training goes on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from lightning_mp.checkpoints import folders, formats
 from lightning_mp.checkpoints.formats import OPTIMIZER, SHARDED_EXTRA
 from lightning_mp.compat.torch import shard_storage
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import map_tensors
 
 _WEIGHTS = "state_dict"
@@ -98,15 +99,28 @@ class Saves:
                 dist.destroy_process_group(self._group)
 
 
-def load(path: str, model: nn.Module, optimizers: Any, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Load each rank's shards into ``model`` and ``optimizers``; what else the folder holds."""
-    weights = {_WEIGHTS: get_model_state_dict(model)}
-    shards.load(weights, storage_reader=shard_storage(path))
-    model.load_state_dict(weights[_WEIGHTS], strict=strict)
+def load_weights(path: str, model: nn.Module, names: Collection[str], *, strict: bool) -> None:
+    """Load each rank's shards of the weights of a folder, which are called ``names``, into ``model``.
+
+    A weight that the folder lacks keeps its value, unless ``strict``: then ``load_state_dict`` raises a RuntimeError.
+    """
+    own_names = {plain_name(name): name for name in model.state_dict()}
+    weights = {name: value for name, value in get_model_state_dict(model).items() if name in names}
+    content = {_WEIGHTS: weights}
+    shards.load(content, storage_reader=shard_storage(path))
+    model.load_state_dict({own_names[name]: value for name, value in content[_WEIGHTS].items()}, strict=strict)
+
+
+def load_states(path: str, model: nn.Module, optimizers: Any) -> None:
+    """Load each rank's shards of the optimizer states of a folder into ``optimizers``."""
     for index, optimizer in enumerate(optimizers):
         name = f"{OPTIMIZER}{index}"
         state = {name: get_optimizer_state_dict(model, optimizer)}
         shards.load(state, storage_reader=shard_storage(path))
         options = StateDictOptions(cpu_offload=True)
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state[name], options=options)
+
+
+def load_extra(path: str, *, weights_only: bool | None) -> dict[str, Any]:
+    """Return what a folder holds beside its shards."""
     return formats.load(f"{path}/{SHARDED_EXTRA}", weights_only=weights_only)

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.formats import by_parameter
-from lightning_mp.checkpoints.full import entries
+from lightning_mp.checkpoints.full import index_of, read_optimizer_states, read_weights
+from lightning_mp.checkpoints.lazy import LazyStates, LazyWeights
 from lightning_mp.compat import patched, torchao
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
@@ -46,6 +47,7 @@ from lightning_mp.fsdp2.units import (
 )
 from lightning_mp.modules.fp8 import is_converted
 from lightning_mp.modules.half_weights import AutocastWeight, survey
+from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
@@ -363,10 +365,25 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._saves.wait()
         return super().load_checkpoint(checkpoint_path, weights_only)
 
-    def load_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+    def open_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        index = index_of(path)
+        return {
+            **saving.load_extra(path, weights_only=weights_only),
+            "state_dict": LazyWeights(index.weights, partial(read_weights, path)),
+            "optimizer_states": LazyStates(index.optimizers, partial(read_optimizer_states, path)),
+        }
+
+    def load_folder_weights(self, weights: LazyWeights, *, strict: bool) -> None:
         assert self.model is not None
-        strict = self._user_module.strict_loading
-        return saving.load(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
+        assert self._folder is not None
+        if weights.keys() <= set(map(plain_name, self.model.state_dict())):
+            saving.load_weights(self._folder, self.model, weights.keys(), strict=strict)
+        else:  # load_state_dict renames what an earlier version of a module saved, or refuses the names
+            self.load_whole_weights(dict(weights), strict=strict)
+
+    def load_folder_states(self, states: LazyStates) -> None:
+        assert self._folder is not None
+        saving.load_states(self._folder, cast("nn.Module", self.model), self.optimizers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self._saves.remove(partial(super().remove_checkpoint, filepath))
@@ -387,21 +404,21 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         )
         return content if keep else {}
 
-    load_full = PlanStrategy.load_shards
+    load_whole_weights = PlanStrategy.load_sharded_weights
+    load_whole_states = PlanStrategy.load_sharded_states
 
     def reads(self, path: Any) -> bool:
         """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
         if not super().reads(path):
             return False
-        held = entries(str(path))
+        index = index_of(str(path))
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
         wanted = {
-            f"optimizer_{index}.state.{names[id(parameter)]}"
-            for index, optimizer in enumerate(self.optimizers)
+            f"optimizer_{number}.state.{names[id(parameter)]}"
+            for number, optimizer in enumerate(self.optimizers)
             for parameter in parameters_of(optimizer)
         }
-        ours = any(entry.startswith("state_dict.") for entry in held)  # Lightning's FSDP1 calls it "model"
-        return ours and wanted <= {entry.rpartition(".")[0] for entry in held}
+        return bool(index.weights) and wanted <= {entry.rpartition(".")[0] for entry in index.entries}
 
 
 class PlanHSDPStrategy(PlanFSDP2Strategy):

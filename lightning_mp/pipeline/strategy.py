@@ -456,7 +456,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                 whole = {**received[0], **whole}
         return whole
 
-    load_full = PlanStrategy.load_shards
+    load_whole_weights = PlanStrategy.load_sharded_weights
+    load_whole_states = PlanStrategy.load_sharded_states
 
 
 def _never(*args: Any, **kwargs: Any) -> None:

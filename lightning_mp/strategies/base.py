@@ -19,6 +19,7 @@ from lightning_mp.checkpoints.formats import (
     without_file_protocol,
 )
 from lightning_mp.checkpoints.full import read_full
+from lightning_mp.checkpoints.lazy import LazyStates, LazyWeights
 from lightning_mp.compat.lightning import (
     LightningModule,
     ParallelStrategy,
@@ -79,6 +80,8 @@ class PlanStrategy(_Base):
     own_format: Kind | None = "file"
     #: makes another one like it, for each Trainer that is given this one but the first
     made_again: Callable[[], Strategy] | None = None
+    #: the folder of the host's own format that a checkpoint was read from last; ``None`` for any other checkpoint
+    _folder: str | None = None
     _in_use = False
 
     def _read_accelerator(self) -> Any:
@@ -182,28 +185,58 @@ class PlanStrategy(_Base):
         return {plain_name(name): _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load as the host does; every rank reads all of a checkpoint of another strategy."""
+        """Return the checkpoint as Lightning's single file has it. Every rank calls it.
+
+        Nothing is loaded yet: Lightning first hands the checkpoint to ``on_load_checkpoint``, which may change it, and
+        then calls :meth:`load_model_state_dict` and, in a fit, :meth:`load_optimizer_state_dict`.
+
+        Raises:
+            CheckpointFormatError: there is no checkpoint, or it cannot be read.
+        """
         path = str(without_file_protocol(self.broadcast(checkpoint_path)))
-        with self._optimizers_while_fitting():
-            if self._format(path) != "file":
+        self._folder = None
+        if self._format(path) != "file":
+            with self._optimizers_while_fitting():
                 if self.reads(path):
-                    return self.load_folder(path, weights_only)
-                checkpoint = read_full(path, weights_only=weights_only)
-            else:
-                # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
-                device = {} if self._users_io else {"map_location": "cpu"}
-                checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only, **cast("Any", device))
-                if self.own_format == "file":
-                    return checkpoint
-                checkpoint["state_dict"] = plain_names(checkpoint["state_dict"])
-            if left_out := checkpoint.pop("optimizer_left_out", None):
-                rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
-            self.load_full(checkpoint)
+                    self._folder = path
+                    return self.open_folder(path, weights_only)
+            checkpoint = read_full(path, weights_only=weights_only)
+        else:
+            # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
+            device = {} if self._users_io else {"map_location": "cpu"}
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only, **cast("Any", device))
+            if self.own_format == "file":
+                return checkpoint
+            checkpoint["state_dict"] = plain_names(checkpoint["state_dict"])
+        if left_out := checkpoint.pop("optimizer_left_out", None):
+            rank_zero_info(f"{left_out} The learning rate is the scheduler's.")
         return checkpoint
 
-    def load_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
-        """Load a folder of the host's own format as the host does."""
-        return super().load_checkpoint(path, weights_only=weights_only)
+    def open_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        """Return the checkpoint in a folder of the host's own format; weights and states of optimizers are lazy."""
+        raise NotImplementedError
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: Lightning hands the optimizer states over after the hooks of callbacks, as under DDP."""
+        return True
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights that hooks left in the checkpoint; from the folder, if they touched none."""
+        weights = checkpoint["state_dict"]
+        with self._optimizers_while_fitting():
+            if isinstance(weights, LazyWeights) and not weights.touched:
+                self.load_folder_weights(weights, strict=strict)
+            else:
+                self.load_whole_weights(dict(weights) if isinstance(weights, LazyWeights) else weights, strict=strict)
+
+    def load_folder_weights(self, weights: LazyWeights, *, strict: bool) -> None:
+        """Load this rank's part of the weights in a folder of the host's own format."""
+        raise NotImplementedError
+
+    def load_whole_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Load whole weights, of which every rank has all."""
+        self._user_module.load_state_dict(weights, strict=strict)
 
     @contextmanager
     def _optimizers_while_fitting(self) -> Generator[None, None, None]:
@@ -233,33 +266,56 @@ class PlanStrategy(_Base):
         """Whether the host strategy can be left to read what lies at ``path``."""
         return self._format(path) == self.own_format
 
-    def load_full(self, checkpoint: dict[str, Any]) -> None:
-        """Load a full checkpoint where Lightning leaves that to the strategy."""
+    def load_sharded_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Load what this rank holds of whole weights.
 
-    def load_shards(self, checkpoint: dict[str, Any]) -> None:
-        """Load what this rank holds of full weights, and while fitting of full optimizer states.
+        Raises:
+            RuntimeError: ``strict``, and a name is in one of the checkpoint and the module alone.
+        """
+        module = self._user_module
+        state = module.state_dict()
+        own_names = {plain_name(name): name for name in state}
+        here = {plain: state[name] for plain, name in own_names.items()}
+        gone = {name for name, parameter in module.named_parameters(remove_duplicate=False) if is_remote(parameter)}
+        if gone and strict and (different := here.keys() ^ weights.keys()):
+            names = ", ".join(sorted(different))
+            raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {names}")
+        shards = {
+            own_names.get(name, name): sharded_like(here.get(name), value)
+            for name, value in weights.items()
+            if name not in gone
+        }
+        module.load_state_dict(shards, strict=strict and not gone)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer states that hooks left in the checkpoint; from the folder, if they touched none.
+
+        Without any state the learning rates are those of the schedulers.
+        """
+        states = checkpoint["optimizer_states"]
+        if isinstance(states, LazyStates) and not states.touched:
+            self.load_folder_states(states)
+        elif states:
+            self.load_whole_states(list(states))
+        else:
+            set_learning_rates(self.optimizers, checkpoint)
+
+    def load_folder_states(self, states: LazyStates) -> None:
+        """Load this rank's part of the optimizer states in a folder of the host's own format."""
+        raise NotImplementedError
+
+    def load_whole_states(self, states: list[Any]) -> None:
+        """Load optimizer states for whole parameters, one an optimizer."""
+        super().load_optimizer_state_dict({"optimizer_states": states})
+
+    def load_sharded_states(self, states: list[Any]) -> None:
+        """Load what this rank holds of optimizer states for whole parameters.
 
         Lightning's own way takes the numbers in an optimizer's state for positions in the *model*, which they are not
         where an optimizer has several groups or leaves parameters out.
         """
-        module, full = self._user_module, checkpoint.pop("state_dict")
-        here, strict = module.state_dict(), module.strict_loading
-        gone = {name for name, parameter in module.named_parameters(remove_duplicate=False) if is_remote(parameter)}
-        if gone and strict and (apart := here.keys() ^ full.keys()):
-            raise RuntimeError(f"only one of the checkpoint and {type(module).__name__} has {', '.join(sorted(apart))}")
-        shards = {name: sharded_like(here.get(name), value) for name, value in full.items() if name not in gone}
-        module.load_state_dict(shards, strict=strict and not gone)
-        states: list[Any] = checkpoint.get("optimizer_states") or []
-        if self.optimizers and not states:
-            set_learning_rates(self.optimizers, checkpoint)
-        for optimizer, state in zip(self.optimizers, states, strict=bool(self.optimizers and states)):
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(by_parameter(state, optimizer, _held))
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load as the host does; without any state the learning rates are those of the schedulers."""
-        super().load_optimizer_state_dict(checkpoint)
-        if not checkpoint.get("optimizer_states"):
-            set_learning_rates(self.optimizers, checkpoint)
 
 
 def sharded_like(target: Any, full: Any) -> Any:

@@ -1,6 +1,6 @@
 """Lightning's ``FSDPStrategy`` under a plan, in its plain regime: FSDP1 is deprecated, and FSDP2 does the rest."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
-from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights, set_learning_rates
+from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights
 
 _INSTEAD = "use strategy='mp_fsdp2'"
 #: keywords that are refused, and what to do
@@ -166,19 +166,19 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         with FullyShardedDataParallel.state_dict_type(root, StateDictType.FULL_STATE_DICT, *configs):
             yield root
 
-    def load_full(self, checkpoint: dict[str, Any]) -> None:
-        """Shard whole weights, and while fitting whole optimizer states, into what this rank holds."""
-        module = self._user_module
+    def load_whole_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Shard whole weights into what this rank holds."""
         with self._whole_states(loading=True) as root:
-            root.load_state_dict(checkpoint.pop("state_dict"), strict=module.strict_loading)
-            if module.trainer.state.fn != TrainerFn.FITTING:
-                return
-            states: Sequence[Any] = checkpoint.get("optimizer_states") or ()
-            if not states:
-                set_learning_rates(self.optimizers, checkpoint)
-            # Lightning takes the numbers for places in the *model*, which they are not where there are several groups.
+            root.load_state_dict(weights, strict=strict)
+
+    def load_whole_states(self, states: list[Any]) -> None:
+        """Shard whole optimizer states into what this rank holds.
+
+        Lightning takes the numbers for places in the *model*, which they are not where there are several groups.
+        """
+        with self._whole_states(loading=True) as root:
             names = {id(parameter): plain_name(name) for name, parameter in root.named_parameters()}
-            for optimizer, state in zip(self.optimizers if states else (), states, strict=True):
+            for optimizer, state in zip(self.optimizers, states, strict=True):
                 named = rekeyed(state, [names[id(parameter)] for parameter in parameters_of(optimizer)])
                 optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, named))
 
