@@ -63,9 +63,19 @@ def makes_optimizer_state() -> bool:
 TAKES_FLAG = "_step_supports_amp_scaling"
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether the optimizer takes hooks on its step; a wrapper that leaves ``Optimizer.__init__`` out takes none."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+def left_scaled_by_stock(optimizer: Any) -> bool:
+    """True if torch's scaler, and Lightning's plugin with it, leave the gradients scaled until the optimizer steps."""
+    return getattr(optimizer, TAKES_FLAG, False)
+
+
+def set_mark(gradient: Any, mark: int) -> None:
+    """Mark a gradient. The mark goes when the tensor does, as when ``zero_grad()`` drops it."""
+    gradient.lightning_mp_mark = mark
+
+
+def mark_of(gradient: Tensor) -> int | None:
+    """The gradient's mark, if it has one."""
+    return getattr(gradient, "lightning_mp_mark", None)
 
 
 #: where the state dict of a ``GradScaler`` has its count of clean steps

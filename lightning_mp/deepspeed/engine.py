@@ -23,6 +23,7 @@ from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled, version
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.fsdp2.engine import FirstForward, ShardReads
+from lightning_mp.numerics.loss_scale import unwrapped
 from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.alike import apart
 from lightning_mp.plan.engine import StepEngine
@@ -103,6 +104,26 @@ class ZeroEngine(StepEngine):
             self._zero.install_scale(self.scaler if self.scaler.enabled else None, self._default_clip)
 
     # ------------------------------------------------------------------ the step
+
+    def follow_optimizers(self) -> None:
+        """Raise a RuntimeError if the ZeRO optimizer was replaced or wrapped: only DeepSpeed's engine steps it."""
+        trainer = trainer_of(self._module)
+        now = [] if trainer is None else [*map(unwrapped, trainer.optimizers)]
+        if [*map(id, now)] != [*map(id, self.optimizers)]:
+            self.refuse_new_optimizers()
+
+    def refuse_new_optimizers(self) -> None:
+        """Raise a RuntimeError if training has begun: DeepSpeed's engine goes on with the optimizer of the start."""
+        if self._zero is not None:
+            refuse(
+                "trainer.optimizers replaced or wrapped, or strategy.setup_optimizers() called, in a run with ZeRO, "
+                "whose own optimizer steps",
+                "change optimizer.param_groups, or use strategy='mp_fsdp2'",
+            )
+
+    def has_updated_parameters(self) -> bool:
+        """True if it trains; ZeRO-3's groups are empty between steps."""
+        return bool(self.optimizers)
 
     def before_backward(self, loss: Tensor) -> Tensor:
         if self.manual and self.pending:  # ZeRO would lose the first pass

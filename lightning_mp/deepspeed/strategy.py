@@ -259,6 +259,11 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             )
         return optimizer, schedule
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Leave optimizers to DeepSpeed, as Lightning does; a RuntimeError in a run, which goes on with its own."""
+        self._engine.refuse_new_optimizers()
+        super().setup_optimizers(trainer)
+
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:

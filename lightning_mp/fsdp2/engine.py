@@ -115,8 +115,7 @@ class ShardedEngine(StepEngine):
         if self._unused is not None:
             self._unused.finish_backward()
         if self.manual:
-            for optimizer in self.optimizers:
-                grads.sum_partial_(grads.parameters_of(optimizer))
+            grads.sum_partial_(self._all_parameters)
         super().after_backward()
 
     def release(self) -> None:

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from lightning_mp.compat import deepspeed as compat
 from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, Trainer
+from lightning_mp.compat.torch import left_scaled_by_stock
 from lightning_mp.fsdp2.engine import flat_groups
 from lightning_mp.health.scale_sources import DeepSpeedSource, Number, ScaleSource, StockSource
 from lightning_mp.health.throughput import FLOPS, SECONDS, Processed
 from lightning_mp.modules.remote import is_remote
-from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares, takes_flag
+from lightning_mp.numerics.grads import Groups, gradients, local, shard_groups, squares
 from lightning_mp.record import metric_names
 
 Values = dict[str, float | None]
@@ -95,8 +96,7 @@ class StepMeasurement:
             return
         self._seen.update(map(id, parameters))
         shards = [self._layout.gradient(parameter) for parameter in parameters]
-        # torch's scaler leaves unscaling to a fused optimizer, as under stock Lightning
-        scaled = self._layout.zero or (isinstance(source, StockSource) and takes_flag(optimizer))
+        scaled = self._layout.zero or (isinstance(source, StockSource) and left_scaled_by_stock(optimizer))
         scale = source.scale() if source and scaled else None
         self._sums.add(shards, metric_names.GRAD_NORM, divisor=scale)
 

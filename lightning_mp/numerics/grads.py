@@ -220,11 +220,22 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """Whether the optimizer (a fused one) unscales, and skips by ``found_inf``, on the device."""
-    # a wrapper hands on what the optimizer in it says, which sees no flag
-    own = vars(optimizer).get(compat.TAKES_FLAG, getattr(type(optimizer), compat.TAKES_FLAG, False))
+    """True if the optimizer is one of torch's fused ones, whose step skips by ``found_inf`` on the device.
+
+    Other classes have the same attribute and do something else: apex divides and skips only if it is given a scaler, a
+    pair of optimizers under one name does neither. Their steps are decided on the host.
+    """
+    # A wrapper answers with the attributes of the optimizer in it, which would not see the flag.
+    claimed = vars(optimizer).get(compat.TAKES_FLAG, getattr(type(optimizer), compat.TAKES_FLAG, False))
+    if claimed is not True or not _steps_as_torch(optimizer):
+        return False
     # a group from a checkpoint may be without ``fused``
-    return own is True and all(group.get("fused", True) for group in optimizer.param_groups)
+    return all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+def _steps_as_torch(optimizer: Optimizer) -> bool:
+    """True if ``step`` is that of an optimizer of torch's: no subclass has its own, and nobody replaced it."""
+    return getattr(optimizer.step, "__module__", "").startswith("torch.optim.")
 
 
 def _makes_momentum(optimizer: Optimizer) -> bool:

@@ -92,15 +92,15 @@ def _times(scale: Tensor, factor: float) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Gradients:
-    """What is known of one optimizer's gradients, and of its steps since the scale was adjusted last."""
+class _OptimizerState:
+    """What the scaler knows of one optimizer's gradients, and of its steps since the last ``update``."""
 
-    #: how far they have come since the last backward pass; "checked" is unscaled by a user, who may do so once
+    #: kept here so that no other optimizer gets its ``id``
+    optimizer: Optimizer
+    #: what happened to the gradients since the last backward pass; after "checked" a user may not unscale again
     stage: Literal["scaled", "unscaled", "checked", "stepped"] = "scaled"
-    #: fp32, on the gradients' device: 1 where they are not finite on some rank, else 0
+    #: fp32, on the gradients' device: 1 if a gradient is not finite on some rank, else 0
     flag: Tensor | None = None
-    #: they wait unscaled, to be multiplied back before a backward pass adds to them
-    waiting: bool = False
     #: the maximum of the flags of its steps
     stepped: Tensor | None = None
 
@@ -130,9 +130,14 @@ class LossScaler(GradScaler):
         self.within_run = False
         #: a step that was decided here is under way; any other is made by somebody else
         self.stepping = False
-        #: a loss was scaled since the scale was adjusted last
+        #: a loss was scaled since the last ``update``
         self._scaled = False
-        self._known: dict[int, _Gradients] = {}
+        #: a loss was scaled since ``divide_`` unscaled gradients last
+        self._pass_is_scaled = False
+        #: by ``id``, optimizers with gradients that were looked at, or with steps since the last ``update``
+        self._states: dict[int, _OptimizerState] = {}
+        #: by ``id``, parameters whose gradients were unscaled, and become scaled again before the next backward pass
+        self._waiting: dict[int, Tensor] = {}
         #: steps, applied and skipped
         self.attempts = 0
         #: how many were skipped, how many of them in a row count against the budget, and whether the last one was:
@@ -206,7 +211,7 @@ class LossScaler(GradScaler):
         """A tensor, or each of a list, tuple or iterable of tensors, times the scale; half ones become fp32 first."""
         if not self.enabled:
             return outputs
-        self._scaled = True
+        self._scaled = self._pass_is_scaled = True
         if isinstance(outputs, Tensor):
             scale: Any = self.place(outputs.device).scale
             return (outputs.float() if outputs.dtype in HALF else outputs) * scale  # which may be beyond fp16
@@ -216,71 +221,106 @@ class LossScaler(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, and note whether they are finite; once, or RuntimeError."""
-        known = self._of(optimizer)
-        if known.stage == "stepped":
+        state = self._state_of(optimizer)
+        if state.stage == "stepped":
             raise RuntimeError("unscale_() is being called after step().")
-        if known.stage == "checked":
+        if state.stage == "checked":
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         self.check_finite_(optimizer)
-        known.stage = "checked"
+        state.stage = "checked"
 
     def check_finite_(self, optimizer: Optimizer) -> None:
-        """Note whether the gradients are finite on this rank; unscale them, in the same pass, if nothing did yet.
+        """Note whether the optimizer's gradients are finite on this rank. Unscale those that still are scaled.
+
+        Both happen in one pass. Without checks nothing happens.
 
         Raises:
             PlanError: the loss of these gradients was not scaled, so that nothing is to be divided.
         """
         if not self.checks:
             return
-        known, parameters = self._of(optimizer), parameters_of(optimizer)
-        # Without a scaled loss, gradients that are left from before, and what was added to them, are unscaled.
-        divides = self.enabled and known.stage == "scaled" and (self._scaled or not known.waiting)
-        unscaled = divides and self.within_run and not self._scaled
-        if unscaled and any(parameter.grad is not None for parameter in parameters):
+        state, parameters = self._state_of(optimizer), parameters_of(optimizer)
+        if not self.enabled or state.stage != "scaled":
+            self._check(parameters, state)
+            return
+        scaled = parameters
+        if not self._pass_is_scaled:  # then gradients that wait are unscaled, and so is what was added to them
+            scaled = [parameter for parameter in parameters if id(parameter) not in self._waiting]
+        unscaled_loss = self.within_run and not self._scaled
+        if unscaled_loss and any(parameter.grad is not None for parameter in scaled):
             raise PlanError.of(
                 "gradients of a loss that was not scaled, as a bare loss.backward() leaves them, under a loss scale",
                 "write self.manual_backward(loss), or choose a precision without loss scaling ('bf16-mixed')",
             )
-        self._check(known, parameters, divide=divides)
+        self._check(scaled, state, divide=True)
+        if len(scaled) < len(parameters):
+            self._check(parameters, state)
+        state.stage = "unscaled"
 
-    def multiply_back_(self, optimizers: Iterable[Optimizer]) -> None:
-        """Before a backward pass: bring unscaled gradients that wait back under the scale, to be added to."""
-        seen: set[int] = set()
+    def multiply_back_(self) -> None:
+        """Before a backward pass: multiply gradients that wait unscaled by the scale, as the pass adds to them.
+
+        What was noted of gradients is forgotten. Steps since the last ``update`` are not.
+        """
+        self._states = {key: state for key, state in self._states.items() if state.stepped is not None}
+        for state in self._states.values():
+            state.stage = "scaled"
+            state.flag = None
+        waiting = [*self._waiting.values()]
+        self._waiting.clear()
+        if waiting and not self._pass_is_scaled:  # a user who scaled a loss by hand has scaled gradients by now
+            scale = self.state.scale
+            unscale_and_check_(gradients(waiting), scale, torch.zeros_like(scale))
+
+    def divide_(self, optimizers: Iterable[Optimizer], others: Iterable[Tensor] = ()) -> None:
+        """After a backward pass: unscale the gradients of all optimizers, and of ``others``, for users who read them.
+
+        ``others`` are parameters. Those that no optimizer updates are unscaled, and not checked.
+        """
+        if not self.enabled:
+            return
         for optimizer in optimizers:
-            known = self._of(optimizer)
-            if not self.enabled:
-                known.flag = None  # what was seen of gradients that were not stepped with
-            elif known.waiting:
-                scale = self.state.scale
-                known.waiting, known.stage, known.flag = False, "scaled", torch.zeros_like(scale)
-                unscale_and_check_(gradients(_fresh(parameters_of(optimizer), seen)), scale, known.flag)
+            state, parameters = self._state_of(optimizer), parameters_of(optimizer)
+            fresh = self._begin_to_wait(parameters)
+            self._check(fresh, state, divide=True)
+            if len(fresh) < len(parameters):  # the rest was divided with another optimizer
+                self._check(parameters, state)
+            state.stage = "unscaled"
+        self.divide_unchecked_(others)
+        self._pass_is_scaled = False
 
-    def divide_(self, optimizers: Iterable[Optimizer]) -> None:
-        """After a backward pass: unscale every optimizer's gradients, for users who clip them."""
-        seen: set[int] = set()
-        for optimizer in optimizers if self.enabled else ():
-            known, parameters = self._of(optimizer), parameters_of(optimizer)
-            if known.stage == "stepped":
-                known.stage, known.flag = "scaled", None
-            if known.stage == "scaled" and (self._scaled or not known.waiting):
-                fresh = _fresh(parameters, seen)
-                self._check(known, fresh, divide=True)
-                if len(fresh) < len(parameters):  # the others are divided, with an optimizer before this one
-                    self._check(known, parameters)
-            known.waiting = True
+    def divide_unchecked_(self, parameters: Iterable[Tensor]) -> None:
+        """Unscale the gradients of parameters that no optimizer updates, unless they wait unscaled already."""
+        fresh = gradients(self._begin_to_wait(parameters))
+        if fresh:
+            scale = self.state.scale
+            unscale_and_check_(fresh, _reciprocal(scale), torch.zeros_like(scale))
 
-    def _check(self, known: _Gradients, parameters: Iterable[Tensor], *, divide: bool = False) -> None:
-        """Note whether the gradients are finite, and divide them by the scale in the same pass."""
-        if known.flag is None:
-            known.flag = torch.zeros_like(self.state.scale)
-        factor: Any = self.state.scale  # 1 where there is no loss scale
+    @property
+    def any_waits(self) -> bool:
+        """True if gradients wait unscaled for the next backward pass."""
+        return bool(self._waiting)
+
+    def _begin_to_wait(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Note that the parameters' gradients are unscaled. Return the parameters of which that was not so."""
+        fresh: list[Tensor] = []
+        for parameter in parameters:
+            if id(parameter) not in self._waiting:
+                self._waiting[id(parameter)] = parameter
+                fresh.append(parameter)
+        return fresh
+
+    def _check(self, parameters: Iterable[Tensor], state: _OptimizerState, *, divide: bool = False) -> None:
+        """Set the state's flag if a gradient is not finite. With ``divide``, unscale in the same pass."""
+        scale: Any = self.state.scale  # 1 where there is no loss scale
+        if state.flag is None:
+            state.flag = torch.zeros_like(scale)
+        factor = scale
         if divide:
-            # the reciprocal in fp64, as torch's scaler takes it; mps has none
-            factor = factor.reciprocal() if factor.device.type == "mps" else factor.double().reciprocal().float()
-            known.stage = "unscaled"
+            factor = _reciprocal(scale)
         elif self.enabled:
-            factor = torch.ones_like(factor)
-        unscale_and_check_(gradients(parameters), factor, known.flag, scaled=divide)
+            factor = torch.ones_like(scale)
+        unscale_and_check_(gradients(parameters), factor, state.flag, scaled=divide)
 
     # ------------------------------------------------------------------ the step
 
@@ -292,7 +332,7 @@ class LossScaler(GradScaler):
         """
         if "closure" in kwargs or args:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if _plain(optimizer) is not optimizer:
+        if unwrapped(optimizer) is not optimizer:
             cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
             return
         self.check_finite_(optimizer)
@@ -302,12 +342,12 @@ class LossScaler(GradScaler):
 
     def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """``step`` for the engine, which has checked; returns what the optimizer did, ``None`` for a known skip."""
-        known = self._of(optimizer)
-        if known.stage == "stepped":
+        state = self._state_of(optimizer)
+        if state.stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
-        if known.flag is None:
-            known.flag = torch.zeros_like(self.state.scale)
-        flag = self._last = known.flag
+        if state.flag is None:
+            state.flag = torch.zeros_like(self.state.scale)
+        flag = self._last = state.flag
         if self.sync is not None and self.checks:
             self.sync(flag)
         before, self.stepping = self.stepping, True
@@ -315,7 +355,7 @@ class LossScaler(GradScaler):
             result = step_unless(optimizer, flag, self._read, **kwargs) if self.checks else optimizer.step(**kwargs)
         finally:
             self.stepping = before
-        self._count(known, flag)
+        self._count(state, flag)
         return result
 
     def note_unchecked(self) -> None:
@@ -326,19 +366,19 @@ class LossScaler(GradScaler):
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
         """Count a step that DeepSpeed unscaled, checked and made, with its flag."""
         self._last = found_inf
-        self._count(self._of(optimizer), found_inf)
+        self._count(self._state_of(optimizer), found_inf)
 
     def _read(self, flag: Tensor) -> bool:
         self._last = skipped = bool(flag.item())
         return skipped
 
-    def _count(self, known: _Gradients, flag: Tensor) -> None:
+    def _count(self, state: _OptimizerState, flag: Tensor) -> None:
         self.attempts += 1
         if self.enabled:
-            known.stage = "stepped"
-            known.stepped = flag if known.stepped is None else torch.maximum(known.stepped, flag)
+            state.stage = "stepped"
+            state.stepped = flag if state.stepped is None else torch.maximum(state.stepped, flag)
         elif self.checks and self._last is not False:  # else it is still 0, and serves again
-            known.flag = None
+            state.flag = None
         if self._last is False:  # an optimizer that cannot take the flag: the host has asked
             self._streak = 0
             return
@@ -349,24 +389,23 @@ class LossScaler(GradScaler):
 
     def stepped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer stepped since the scale was adjusted last, where there is one."""
-        return self._of(optimizer).stepped is not None
+        return self._state_of(optimizer).stepped is not None
 
     @property
     def group_open(self) -> bool:
         """Whether any optimizer did."""
-        return any(known.stepped is not None for known in self._known.values())
+        return any(state.stepped is not None for state in self._states.values())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
-        flags: list[Tensor] = []
-        for known in self._known.values():
-            if known.stepped is not None:
-                flags.append(known.stepped)
-                known.stepped = None
-            if known.stage == "stepped" or new_scale is not None:
-                known.stage, known.flag = "scaled", None
+        flags = [state.stepped for state in self._states.values() if state.stepped is not None]
         if flags or new_scale is not None:
-            self._scaled = False
+            self._scaled = self._pass_is_scaled = False
+            # gradients that were not stepped with since the last backward pass keep what was noted of them
+            rest = self._states.items() if new_scale is None else ()
+            self._states = {key: state for key, state in rest if state.stage != "stepped"}
+            for state in self._states.values():
+                state.stepped = None
         if new_scale is not None:
             self.state.scale.copy_(torch.as_tensor(new_scale))
         elif flags:
@@ -387,8 +426,15 @@ class LossScaler(GradScaler):
 
     def forget(self) -> None:
         """Drop what is known of gradients, and of steps since the last update."""
-        self._scaled = False
-        self._known.clear()
+        self._scaled = self._pass_is_scaled = False
+        self._states.clear()
+        self._waiting.clear()
+
+    def forget_others(self, optimizers: Iterable[Optimizer]) -> None:
+        """Drop what is known of the gradients of all but ``optimizers``. Steps of others count until ``update``."""
+        kept = {id(unwrapped(optimizer)) for optimizer in optimizers}
+        states = self._states.items()
+        self._states = {key: state for key, state in states if key in kept or state.stepped is not None}
 
     # ------------------------------------------------------------------ the counts
 
@@ -430,21 +476,21 @@ class LossScaler(GradScaler):
 
     # ------------------------------------------------------------------ helpers
 
-    def _of(self, optimizer: Optimizer) -> _Gradients:
-        known = self._known.get(id(optimizer))
-        if known is None:  # a trainer's wrapper is never a key: what is known of it is known of the optimizer in it
-            known = self._known.setdefault(id(_plain(optimizer)), _Gradients())
-        return known
+    def _state_of(self, optimizer: Optimizer) -> _OptimizerState:
+        """The state of the optimizer; a new one if there is none. A trainer's wrapper shares that of its optimizer."""
+        state = self._states.get(id(optimizer))
+        if state is None:
+            inner = unwrapped(optimizer)
+            state = self._states.setdefault(id(inner), _OptimizerState(inner))
+        return state
 
 
-def _plain(optimizer: Optimizer) -> Optimizer:
+def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself, where a trainer's wrapper around it was given."""
     wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
     return cast("Any", optimizer).optimizer if wrapped else optimizer
 
 
-def _fresh(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
-    """The parameters that no optimizer before this one had."""
-    fresh = [parameter for parameter in parameters if id(parameter) not in seen]
-    seen.update(map(id, fresh))
-    return fresh
+def _reciprocal(scale: Tensor) -> Tensor:
+    """What gradients are multiplied by to unscale them: computed in fp64 as torch's scaler does. mps has no fp64."""
+    return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()

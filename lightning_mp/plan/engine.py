@@ -5,6 +5,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import count
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -14,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.compat import torch_sharding as sharding_compat
-from lightning_mp.compat.lightning import rank_zero_info, set_dtype, trainer_of
-from lightning_mp.compat.torch import cpu_has_lstm, has_step_hooks, makes_optimizer_state
+from lightning_mp.compat.lightning import TrainerFn, rank_zero_info, rank_zero_warn, set_dtype, trainer_of
+from lightning_mp.compat.torch import cpu_has_lstm, in_backward, makes_optimizer_state, mark_of, set_mark
 from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.dtypes import to_torch
-from lightning_mp.numerics.loss_scale import LossScaler
+from lightning_mp.numerics.loss_scale import LossScaler, unwrapped
 from lightning_mp.plan import diagnosis, optimizer_facts
 from lightning_mp.plan.diagnosis import AT_MIN
 from lightning_mp.policy import PrecisionPolicy
@@ -32,6 +34,7 @@ from lightning_mp.policy import PrecisionPolicy
 Replay = Callable[[], Tensor | None] | None
 NOTHING = nullcontext()
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_MARKS = count()
 
 
 class StepEngine(ABC):
@@ -56,6 +59,7 @@ class StepEngine(ABC):
         self.distributed = distributed
         #: gradients are unscaled after each backward pass, for users who clip and step by hand
         self.manual = False
+        #: those of the strategy, as they were at the last look: a user may replace or wrap them
         self.optimizers: list[Optimizer] = []
         #: those of them that evaluate their closure again (LBFGS, SAM): they step as under stock Lightning
         self.unchecked: list[Optimizer] = []
@@ -87,6 +91,16 @@ class StepEngine(ABC):
         #: of each parameter, whether it is trained
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
+        #: the parameters of the module and of all optimizers, and those of them that no optimizer updates
+        self._all_parameters: list[Tensor] = []
+        self._not_updated: list[Tensor] = []
+        #: the last loss was scaled; its backward pass is under way
+        self._loss_is_scaled = False
+        self._scaled_pass = False
+        #: a warning said that losses are not scaled
+        self._unscaled_losses_told = False
+        #: by which gradients are known that this engine's losses left
+        self._mark = next(_MARKS)
 
     # ------------------------------------------------------------------ the module
 
@@ -171,25 +185,53 @@ class StepEngine(ABC):
         Raises:
             PlanError: an optimizer cannot step under the policy.
         """
-        with Faults() as faults:
-            self.check_optimizers(optimizers, faults)
-        self.optimizers = list(optimizers)
-        self.unchecked = [*filter(optimizer_facts.evaluates_again, self.optimizers)]
-        for optimizer in self.unchecked if self.scaler.checks else ():
-            name = type(optimizer).__name__
-            rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
+        self._parameters = [] if self._module is None else list(self._module.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self.take_optimizers(optimizers)
         self._connected.close()
         self.scaler.place(self.device)
         self.scaler.forget()
         if self.scaler.enabled:
             self.scaler.within_run = True
-            for optimizer in filter(has_step_hooks, self.optimizers):
-                self._connected.callback(optimizer.register_step_pre_hook(self._refuse_untracked).remove)
+            if optimizers:
+                self._connected.callback(register_optimizer_step_pre_hook(self._refuse_untracked).remove)
         self.scaler.sync = max_over_ranks_ if self.distributed else None
         self._next_check = 0
-        self._parameters = [] if self._module is None else list(self._module.parameters())
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step these optimizers from now on; say once of each whether its gradients are not checked.
+
+        Raises:
+            PlanError: an optimizer cannot step under the policy.
+        """
+        optimizers = [*map(unwrapped, optimizers)]
+        with Faults() as faults:
+            self.check_optimizers(optimizers, faults)
+        told = [*map(id, self.unchecked)]
+        self.optimizers = optimizers
+        self.unchecked = [*filter(optimizer_facts.evaluates_again, optimizers)]
+        for optimizer in self.unchecked if self.scaler.checks else ():
+            if id(optimizer) not in told:
+                name = type(optimizer).__name__
+                rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
+        self.scaler.forget_others(optimizers)
+        updated = {id(parameter): parameter for each in optimizers for parameter in grads.parameters_of(each)}
+        self._not_updated = [parameter for parameter in self._parameters if id(parameter) not in updated]
+        self._all_parameters = [*updated.values(), *self._not_updated]
+
+    def follow_optimizers(self) -> None:
+        """Take the optimizers that the Trainer has by now, if they were replaced or wrapped since the last look.
+
+        Raises:
+            PlanError: a new optimizer cannot step under the policy.
+        """
+        trainer = trainer_of(self._module)
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        now = [*map(unwrapped, trainer.optimizers)]
+        if [*map(id, now)] != [*map(id, self.optimizers)]:
+            self.take_optimizers(now)
 
     def release(self) -> None:
         """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
@@ -234,29 +276,68 @@ class StepEngine(ABC):
         """Parameters were frozen or unfrozen since the last step."""
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """The loss to run backward on: times the scale where there is one.
+        """Return the loss to run backward on: times the scale, if there is one and an optimizer uses the gradients.
 
-        Not where no optimizer of the run is to step, as where a module adapts itself in ``test_step``.
+        No optimizer does where a module adapts itself in ``test_step``, and where ``configure_optimizers`` returned
+        None. A warning says so once in a fit.
+
+        Raises:
+            PlanError: optimizers were replaced by those that cannot step under the policy.
         """
+        self.follow_optimizers()
         self.pending, self._loss = True, loss.detach()
-        if self.manual:
-            self.scaler.multiply_back_(self.optimizers)
-        return self.scaler.scale(loss) if self.scaler.enabled and self.optimizers else loss
+        scales = self.scaler.enabled and self.has_updated_parameters()
+        if self.manual or self.scaler.any_waits:
+            self.scaler.multiply_back_()
+        if self.optimizers and self.scaler.enabled and not scales and not self._unscaled_losses_told:
+            self._unscaled_losses_told = True
+            rank_zero_warn(
+                f"configure_optimizers() returned no optimizer. So losses are not scaled under precision="
+                f"{self.policy.precision!r}, and gradients below 6e-8 become 0. Choose 'bf16-mixed' for optimizers "
+                "that step elsewhere."
+            )
+        self._loss_is_scaled = self._scaled_pass = scales
+        return self.scaler.scale(loss) if scales else loss
+
+    def has_updated_parameters(self) -> bool:
+        """True if an optimizer updates a parameter. Lightning makes one without any if a module returns None."""
+        return any(group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward, where ``runs_backward``."""
         raise NotImplementedError
 
     def after_backward(self) -> None:
-        """Under manual optimization gradients are unscaled at once: users clip them before they step."""
+        """Mark gradients of a scaled loss. Under manual optimization unscale them: users clip before they step."""
+        if not self._scaled_pass:
+            return
+        self._scaled_pass = False
+        for parameter in self._all_parameters:
+            if parameter.grad is not None:
+                set_mark(parameter.grad, self._mark)
+        if self._parameters and len(self._not_updated) == len(self._parameters):
+            self._refuse_unreached()
         if self.manual:
-            self.scaler.divide_(self.optimizers)
+            self.scaler.divide_(self.optimizers, self._not_updated)
+
+    def _refuse_unreached(self) -> None:
+        """Raise a PlanError if the module trains without its optimizers: whatever updates it got scaled gradients."""
+        updated = [parameter for each in self.optimizers for parameter in grads.parameters_of(each)]
+        if all(parameter.grad is None for parameter in updated):
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise PlanError.of(
+                f"configure_optimizers() returned {names} with no parameter of the module, with "
+                f"precision={self.policy.precision!r}: whatever trains the module gets gradients times the loss scale",
+                "return None from it, and losses are not scaled; or choose 'bf16-mixed' or '32-true'",
+            )
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients unscaled and find out, in the same pass, whether they are finite on this rank."""
         if self.manual:
             self.begin_manual_step(optimizer)
         self.scaler.check_finite_(optimizer)
+        if self._loss_is_scaled and not self.manual:  # users clip, and take norms, over all parameters of the module
+            self.scaler.divide_unchecked_(self._not_updated)
 
     def begin_manual_step(self, optimizer: Optimizer) -> None:
         """Where the optimizer steps again, what came before was a group of its own.
@@ -297,14 +378,30 @@ class StepEngine(ABC):
         return result
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse, under loss scaling, a step that the plan does not make: it would apply scaled gradients."""
+        """Refuse a step that the plan does not make, if it would apply gradients of a scaled loss.
+
+        Other steps are the user's own affair, as those of an optimizer on a loss without a scale.
+
+        Raises:
+            PlanError: an optimizer of the run is stepped past Lightning, or another one steps with such gradients.
+        """
         if self.scaler.stepping or makes_optimizer_state():
             return
-        raise PlanError.of(
-            f"{type(optimizer).__name__}.step() called on the optimizer inside of Lightning's, with "
-            f"precision={self.policy.precision!r}, whose gradients have to be unscaled and checked first",
-            "call super().optimizer_step(...), or optimizer.step() on that one",
-        )
+        name, under = type(optimizer).__name__, f"with precision={self.policy.precision!r}"
+        if any(optimizer is each for each in self.optimizers):
+            raise PlanError.of(
+                f"{name}.step() called on the optimizer inside of Lightning's, {under}, whose gradients have to be "
+                "unscaled and checked first",
+                "call super().optimizer_step(...), or optimizer.step() on that one",
+            )
+        in_scaled_pass = self._scaled_pass and in_backward()
+        stepped_with = [each.grad for each in grads.parameters_of(optimizer) if each.grad is not None]
+        if any(in_scaled_pass or mark_of(gradient) == self._mark for gradient in stepped_with):
+            raise PlanError.of(
+                f"{name}.step() of an optimizer that configure_optimizers() did not return, {under}, whose gradients "
+                "have to be unscaled and checked first",
+                "return it from configure_optimizers(), or choose 'bf16-mixed' or '32-true', which have no loss scale",
+            )
 
     def finish_step(self, replay: Replay) -> None:
         """Adjust the scale once every optimizer of the group stepped, by hand there may be many; look at the budget."""

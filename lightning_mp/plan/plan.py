@@ -251,7 +251,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             PlanError: an optimizer that evaluates its closure again, under loss scaling.
         """
         if self.engine is not None:
-            self.engine.connect(model, optimizers)
+            trainer = self.trainer
+            # A Trainer that tests after a fit hands over the optimizers of that fit, which do not step.
+            stepping = trainer is None or trainer.state.fn == TrainerFn.FITTING
+            self.engine.connect(model, optimizers if stepping else [])
         return model, optimizers, lr_schedulers
 
     # ------------------------------------------------------------------ forward
@@ -343,6 +346,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         run, engine = self._run, self._run.engine
         if engine is None:
             raise RuntimeError("An optimizer step outside of a run, after fit. Call trainer.fit(...) again.")
+        engine.follow_optimizers()
         if run.checks_again is None:
             run.begin_steps(model)
         if optimizer in engine.unchecked:

@@ -38,6 +38,13 @@ class Override:
         original = self.before or partial(getattr(type(self.owner), self.name), self.owner)
         return self._instead(original, *args, **kwargs) if self.active else original(*args, **kwargs)
 
+    @property
+    def __wrapped__(self) -> Any:
+        """The user's method, by which Lightning's ``is_overridden`` judges whether it is one of the user's."""
+        if isinstance(self.before, Override):
+            return self.before.__wrapped__
+        return self.before or getattr(type(self.owner), self.name)
+
     def remove(self) -> None:
         """Restore the attribute, unless another override was put over this one."""
         self.active = False
@@ -71,8 +78,7 @@ def hold_on_skips(trainer: Trainer, module: LightningModule, skipped: Skipped) -
         wanted = original(step_idx=step_idx, epoch_idx=epoch_idx)
         return wanted and not (step_idx is not None and skipped())
 
-    if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
-        undo.callback(Override(module, "lr_scheduler_step", step).remove)
+    undo.callback(Override(module, "lr_scheduler_step", step).remove)  # schedulers may be replaced in the run
     for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, WeightAveraging):
             undo.callback(Override(callback, "should_update", should_update).remove)

@@ -1,6 +1,8 @@
 """Gradients of one optimizer: one pass that unscales and checks, a norm that does not overflow, a step held back."""
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_mp.numerics import grads
-from lightning_mp.numerics.grads import clip_grad_norm_, step_unless, unscale_and_check_
+from lightning_mp.numerics.grads import clip_grad_norm_, step_unless, takes_flag, unscale_and_check_
 from support.loops import INF, net
 from support.models import same_weights, weights
+from support.optimizers import CLAIM_TO_SKIP, Renamed
 
 pytestmark = pytest.mark.older_cpu
 NAN = float("nan")
@@ -99,6 +102,27 @@ def test_a_flag_on_another_device_is_read_before_the_step(overflow: bool, name: 
     step_unless(optimizer, torch.zeros((), device="meta"), lambda flag: asked.append(flag.device.type) or overflow)
     assert asked == ["meta"]
     assert same_weights(weights(model), before) is overflow
+
+
+def _scheduled(parameters: Any) -> torch.optim.Optimizer:
+    """A scheduler puts a wrapper of its own around ``step``, on the instance."""
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("build", "takes"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, fused=True), True),
+        (partial(Renamed, fused=True), True),
+        (_scheduled, True),
+        (torch.optim.AdamW, False),
+        *((build, False) for build in CLAIM_TO_SKIP.values()),
+    ],
+)
+def test_only_torchs_fused_optimizers_are_left_to_skip_on_the_device(build: Any, takes: bool) -> None:
+    assert takes_flag(build(net().parameters())) is takes
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.3e38, None])

@@ -13,6 +13,7 @@ from lightning_mp import LossScaling
 from lightning_mp.numerics.loss_scale import LossScaler, adjust, init
 from support.loops import INF, backward, net, train
 from support.models import same_weights, weights
+from support.optimizers import ScalerAware
 from support.scales import scalings, traces
 
 quick = settings(max_examples=30)
@@ -32,6 +33,19 @@ def test_torchs_setters_change_the_rule_that_runs(setter: str, value: Any, trace
         getattr(scaler, setter)(value)
         model = net()
         assert train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, trace)[-1] == expected
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself")
+def test_an_optimizer_that_knows_of_scalers_steps_as_under_torchs_own() -> None:
+    """Which leaves dividing and skipping to it; here it is given true gradients, or is not called."""
+    ended = []
+    for scaler in (GradScaler("cpu", init_scale=8.0), LossScaler(LossScaling.torch(init_scale=8.0))):
+        model = net()
+        scales = train(model, ScalerAware(model.parameters()), scaler, [False, True, False])
+        ended.append((weights(model), scales))
+    (stock, stock_scales), (ours, our_scales) = ended
+    assert same_weights(stock, ours)
+    assert stock_scales == our_scales == [8.0, 4.0, 4.0]
 
 
 @quick
@@ -134,7 +148,7 @@ def test_a_parameter_of_two_optimizers_is_divided_once() -> None:
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, model[2])]
     for step in range(2):
         backward(plain, LossScaler(LossScaling.static(1)), step, overflow=False)
-        scaler.multiply_back_(optimizers)
+        scaler.multiply_back_()
         backward(model, scaler, step, overflow=False)
         scaler.divide_(optimizers)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))

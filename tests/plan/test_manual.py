@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError
 from support.cells import WHOLE
 from support.manual import Manual, Pair, between, in_turn
-from support.models import batches, same_weights, weights
+from support.models import Regression, batches, same_weights, weights
+from support.replacing import REPLACED, Replaces
 from support.running import fit, trainer
 from support.traces import same_runs, traced
 
@@ -150,14 +151,15 @@ def test_modes_without_a_scale_equal_stock(way: Any, mode: str) -> None:
     assert same_runs(*(traced(Manual(way, OPTIMIZERS["plain"]), **host) for host in hosts))
 
 
+class Overflows(Manual):
+    def loss(self, batch: Any) -> Any:
+        bad = self.trainer.global_step == 3 and torch.is_grad_enabled()
+        return super().loss(batch) * (float("inf") if bad else 1.0)
+
+
 @pytest.mark.parametrize("optimizer", ["fused", "sgd"])
 @pytest.mark.parametrize("way", [plain, own_unscale, own_scaler_calls, closure], ids=lambda way: way.__name__)
 def test_an_overflow_is_skipped_and_counted_whatever_the_way(way: Any, optimizer: str) -> None:
-    class Overflows(Manual):
-        def loss(self, batch: Any) -> Any:
-            bad = self.trainer.global_step == 3 and torch.is_grad_enabled()
-            return super().loss(batch) * (float("inf") if bad else 1.0)
-
     plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=LossScaling(init_scale=64.0))
     trace = traced(Overflows(way, OPTIMIZERS[optimizer]), plugins=[plan])
     assert trace.skipped == [step == 3 for step in range(8)]
@@ -240,6 +242,106 @@ def test_an_overflow_in_one_optimizer_skips_that_one(way: Any, which: str) -> No
     assert moved == {"net", "other"} - {which}
     assert trace.scales == [64.0] * 3 + [32.0] * 5
     assert (plan.applied_steps, plan.skipped_steps) == (15, 1)
+
+
+# ------------------------------------------------------------------ optimizers that are replaced or wrapped in the run
+
+
+def by_turns(ways: list[Any]) -> Any:
+    """Every way of stepping with every way of replacing; each way of replacing is run often with two of them."""
+    cells: list[Any] = []
+    for place, how in enumerate(REPLACED):
+        often = ways[place % len(ways)], ways[(place + 1) % len(ways)]
+        cells += [
+            pytest.param(way, how, id=f"{way.__name__}, {how}", marks=[] if way in often else WHOLE) for way in ways
+        ]
+    return pytest.mark.parametrize(("way", "how"), cells)
+
+
+@by_turns([plain, *clips, own_unscale, own_scaler_calls, two_backwards])
+def test_replaced_optimizers_equal_fp32_bit_for_bit(way: Any, how: str) -> None:
+    hosts = {"precision": "32-true"}, {"plugins": [MixedPrecisionPlan("16-mixed", pins=PINNED)]}
+    stock, ours = (traced(Manual(way, OPTIMIZERS["sgd"]), Replaces(how), **host, max_epochs=2) for host in hosts)
+    assert same_runs(stock, ours)
+    assert all(same_weights(a, b) for a, b in zip(stock.module.true, ours.module.true, strict=True))
+    assert not same_weights(ours.start, ours.weights[-1])
+
+
+@by_turns(PAIR_WAYS)
+def test_two_replaced_optimizers_equal_fp32_bit_for_bit(way: Any, how: str) -> None:
+    ours = traced(Pair(way), Replaces(how), plugins=[_pair_plan(growth_interval=2)], max_epochs=2)
+    assert same_runs(traced(Pair(way), Replaces(how), precision="32-true", max_epochs=2), ours)
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_replaced_optimizers_equal_fp32_under_automatic_optimization(how: str) -> None:
+    hosts = {"precision": "32-true"}, {"plugins": [MixedPrecisionPlan("16-mixed", pins=PINNED)]}
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2}
+    stock, ours = (traced(Regression(OPTIMIZERS["sgd"]), Replaces(how), **host, **options) for host in hosts)
+    assert same_runs(stock, ours)
+
+
+@pytest.mark.parametrize("how", ["set up each epoch", "assigned after backward", "an average around each"])
+def test_an_overflow_under_a_replaced_optimizer_is_skipped_and_counted(how: str) -> None:
+    plan = MixedPrecisionPlan("16-mixed", pins=PINNED, loss_scaling=LossScaling(init_scale=64.0))
+    trace = traced(Overflows(plain, OPTIMIZERS["sgd"]), Replaces(how), plugins=[plan])
+    assert (plan.applied_steps, plan.skipped_steps) == (7, 1)
+    assert same_weights(trace.weights[2], trace.weights[3])
+
+
+def test_an_optimizer_put_in_that_the_plan_cannot_step_is_refused() -> None:
+    class Late(Manual):
+        def on_train_start(self) -> None:
+            self.trainer.optimizers = [torch.optim.LBFGS(self.parameters())]
+
+    with pytest.raises(PlanError, match=r"LBFGS, which evaluates its closure again, with precision='16-mixed'"):
+        fit(Late(plain), plugins=[MixedPrecisionPlan("16-mixed")])
+
+
+def test_schedulers_put_in_with_new_optimizers_wait_on_a_skipped_step() -> None:
+    class Anneals(Regression):
+        """Without a scheduler in the first epoch, with one of the user's own in the second."""
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+            if not self.trainer.current_epoch:
+                return optimizer
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def on_train_epoch_start(self) -> None:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+    module = Anneals(overflow_at=(9,))
+    fit(module, plugins=[MixedPrecisionPlan("16-mixed")], max_epochs=2)
+    assert module.lrs == [1e-2] * 8 + [1e-2 * 0.5**halvings for halvings in (0, 1, 1, 2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("manual", [True, False], ids=["manual", "automatic"])
+def test_users_see_true_gradients_of_parameters_that_no_optimizer_has(manual: bool) -> None:
+    """As they clip and log norms over ``self.parameters()``, with a backbone that was left out of the optimizer."""
+
+    class HeadOnly(Manual):
+        def __init__(self) -> None:
+            super().__init__(between(_clipped))
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) if not manual else super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if not manual:
+                _clipped(self, optimizer)
+                self.look()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[3].parameters(), lr=1e-2)
+
+    hosts = {"precision": "32-true"}, {"plugins": [MixedPrecisionPlan("16-mixed", pins=PINNED)]}
+    stock, ours = (traced(HeadOnly(), **host) for host in hosts)
+    assert same_runs(stock, ours)
+    assert len(ours.module.true) == 8
+    assert all(same_weights(a, b) for a, b in zip(stock.module.true, ours.module.true, strict=True))
 
 
 def test_counts_go_past_what_a_half_number_counts_to() -> None:
