@@ -15,7 +15,8 @@ from typing import Any
 #: attribute that only its methods set.
 PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch": {
-        "torch": "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _foreach_mul_ _foreach_norm",
+        "torch": "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _foreach_copy_ _foreach_mul_"
+        " _foreach_norm",
         "torch._C": "_current_autograd_node _current_graph_task_id _disabled_torch_function_impl",
         "torch:Tensor": "_make_wrapper_subclass _version",
         "torch._functorch.config": "backward_pass_autocast",
@@ -38,15 +39,18 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "torch:sharding": {
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": "_init_extensions _module_info"
-        " _sharded_local_tensor _unsharded_dtensor_spec _unsharded_param all_gather_outputs init_dtype_attrs"
-        " init_unsharded_param param_dtype sharded_param unsharded_accumulated_grad",
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": "_to_sharded _training_state"
-        " fsdp_params is_unsharded post_backward wait_for_unshard",
+        " _contiguous_orig_stride _sharded_local_tensor _unsharded_dtensor_spec _unsharded_param all_gather_outputs"
+        " fsdp_placement init_dtype_attrs init_unsharded_param mesh_info param_dtype sharded_param sharded_size"
+        " unsharded_accumulated_grad",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": "_reshard_after_forward_event"
+        " _to_sharded _to_unsharded _training_state device_handle fsdp_params is_sharded is_unsharded post_backward"
+        " unshard wait_for_unshard",
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_is_root _lazy_init _mp_policy _pre_backward",
         "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
         "torch.distributed.fsdp:FullyShardedDataParallel": "_flat_param _fsdp_wrapped_module",
         "torch.distributed.fsdp._flat_param:FlatParameter": "_params",
         "torch.distributed.tensor:DTensor": "_local_tensor",
+        "torch.nn:Module": "_parameters",
         "torch:Tensor": "_backward_hooks _post_accumulate_grad_hooks",
         "torch.nn.utils.clip_grad": "_get_total_norm",
     },

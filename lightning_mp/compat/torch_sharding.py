@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from operator import methodcaller
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_mp.compat import patched
 from lightning_mp.compat.torch import in_backward
@@ -183,6 +183,184 @@ class Units:
         for group in self._groups:
             group.wait_for_unshard()  # of a gather that the user began
             group._to_sharded()
+
+
+class Writes:
+    """Lets users write to the weights of a sharded model as to plain ones, until ``release``.
+
+    ``weight.data = value`` changes nothing in a DTensor: here the values go into the shard. What is
+    written to a gathered weight, in a step or in the forward of its module, goes into the shard when
+    the weight is sharded again.
+
+    Raises, there: a PlanError for values that a shard cannot take, and at the next gather one for a
+    parameter that was replaced or removed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        #: by the ``id`` of each DTensor that users see as a weight, what torch knows of it
+        self._dtensors = {id(one.sharded_param): one for one in _sharded_below(model)}
+        #: of what is gathered, the versions of the gathered weight and of its shard at that time
+        self._versions: dict[Any, tuple[int, int]] = {}
+        #: what a user assigned to since it was gathered
+        self._assigned = set[Any]()
+        self._groups = _groups_below(model)
+        root: list[Any] = _groups_of(model) if isinstance(model, FSDPModule) else []
+        for group in self._groups:
+            self._watch(group, group.unshard, group._to_unsharded, group._to_sharded, root=group in root)
+        self._patch = ExitStack()
+        plain: Any = DTensor.data
+        before: Any = vars(DTensor).get("data", plain)
+        data = property(plain.__get__, partial(self._assign, before.__set__))
+        self._patch.enter_context(patched(DTensor, data=data))
+
+    def release(self) -> None:
+        """Leave the units, and torch's class."""
+        _unpatch(self._groups, "unshard", "_to_unsharded", "_to_sharded")
+        self._patch.close()
+
+    def _watch(
+        self,
+        group: Any,
+        unshard: Callable[..., None],
+        to_unsharded: Callable[[], None],
+        to_sharded: Callable[[], None],
+        *,
+        root: bool,
+    ) -> None:
+        def check_and_unshard(async_op: bool = False) -> None:
+            if group.is_sharded:
+                for parameter in group.fsdp_params:
+                    self._refuse_replaced(parameter)
+            unshard(async_op)
+
+        def to_unsharded_and_note() -> None:
+            to_unsharded()
+            for parameter in group.fsdp_params:
+                self._note_gathered(parameter)
+
+        def take_and_to_sharded() -> None:
+            if group.is_unsharded:
+                self._take_written(group, every=root)
+            to_sharded()
+
+        group.unshard = check_and_unshard
+        group._to_unsharded = to_unsharded_and_note
+        group._to_sharded = take_and_to_sharded
+
+    def _note_gathered(self, parameter: Any) -> None:
+        whole, shard = parameter._unsharded_param, parameter.sharded_param
+        self._versions[parameter] = whole._version, shard._version
+        self._assigned.discard(parameter)
+        self._names[id(whole)] = self._names.get(id(shard), "")
+        if isinstance(whole, DTensor):  # of a tensor-parallel weight
+            self._dtensors[id(whole)] = parameter
+
+    def _assign(self, assign: Callable[[Tensor, Tensor], None], weight: Any, value: Tensor) -> None:
+        """Do what ``weight.data = value`` does for a plain weight; ``assign`` does it for others."""
+        parameter = self._dtensors.get(id(weight))
+        if parameter is None:
+            assign(weight, value)
+            return
+        if weight is not parameter.sharded_param:
+            raise self._refused(weight, "a value in a step, with tensor parallelism", "with weight.data.copy_(value)")
+        self._check(weight, value)
+        local, piece = weight._local_tensor, _local_of(_sharded_like(weight, value.detach()))
+        if _share_memory(local, piece):
+            piece = piece.clone()  # a view of the weight, whose entries may lie in another order
+        elif any(_share_memory(shard, piece) for shard in self._shards()):
+            given = "the data of another weight, which two shards cannot share"
+            raise self._refused(weight, given, "value.clone()")
+        with torch.no_grad():
+            local.copy_(piece)
+        self._assigned.add(parameter)
+
+    def _shards(self) -> Iterator[Tensor]:
+        return (parameter._sharded_local_tensor for parameter in self._dtensors.values())
+
+    def _check(self, weight: Tensor, value: Tensor) -> None:
+        if value.dtype != weight.dtype:
+            given = f"a tensor in {value.dtype} for a weight in {weight.dtype}"
+            raise self._refused(weight, given, "value.to(weight.dtype)")
+        if value.shape != weight.shape:
+            given = f"a tensor of shape {tuple(value.shape)} for a weight of {tuple(weight.shape)}"
+            raise self._refused(weight, given, "one value an entry, and change shapes before the run")
+
+    def _refused(self, weight: Tensor, given: str, instead: str) -> PlanError:
+        name = self._names[id(weight)]
+        return PlanError.of(f"{name}.data = {given}, with sharded weights", f"assign {instead}")
+
+    def _refuse_replaced(self, parameter: Any) -> None:
+        info = parameter._module_info
+        if info.module._parameters.get(info.param_name) is not parameter.sharded_param:
+            name = self._names.get(id(parameter.sharded_param), info.param_name)
+            raise PlanError.of(
+                f"the parameter {name!r} replaced or removed in the run, with sharded weights",
+                "write to the parameter that is there, with weight.data.copy_(value), or change it before the run",
+            )
+
+    def _take_written(self, group: Any, *, every: bool) -> None:
+        """Write gathered weights that a user wrote to into the shards, or ``every`` weight.
+
+        The root's are written in any case, because an in-place operation on ``weight.data`` leaves no trace.
+        """
+        shards, pieces = list[Tensor](), list[Tensor]()
+        for parameter in group.fsdp_params:
+            versions = self._versions.pop(parameter, None)
+            if versions is None or parameter in self._assigned or not _is_gathered_as_stored(parameter):
+                continue
+            whole, gathered = parameter._unsharded_param, parameter.all_gather_outputs[0]
+            whole_version, shard_version = versions
+            if parameter.sharded_param._version != shard_version:  # the shard is newer
+                continue
+            replaced = whole.numel() > 0 and not _share_memory(_local_of(whole), gathered)
+            changed = replaced or whole._version != whole_version
+            if replaced:
+                self._check(parameter.sharded_param, whole)
+            if changed or every:
+                shards.append(_local_of(parameter.sharded_param))
+                pieces.append(_piece_of(parameter, _local_of(whole)))
+            if replaced:
+                whole.data = gathered.as_strided(whole.shape, parameter._contiguous_orig_stride)
+            if changed and group._reshard_after_forward_event is None:
+                # the next gather, on a stream of its own, has to wait for the writing
+                group._reshard_after_forward_event = group.device_handle.Event()
+        if shards:
+            with torch.no_grad():
+                cast("Any", torch)._foreach_copy_(shards, pieces)
+        if group._reshard_after_forward_event is not None:
+            group._reshard_after_forward_event.record()
+
+
+def _sharded_like(weight: Any, value: Any) -> Tensor:
+    """``value``, which is whole on every rank or sharded in any way, sharded as ``weight`` is."""
+    if not isinstance(value, DTensor):
+        return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+    if value.placements == weight.placements:
+        return value
+    return cast("Any", value).redistribute(weight.device_mesh, weight.placements)
+
+
+def _is_gathered_as_stored(parameter: Any) -> bool:
+    return parameter.param_dtype is None and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def _local_of(tensor: Tensor) -> Tensor:
+    return cast("Any", tensor)._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _piece_of(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's piece of the whole parameter, as FSDP2 cuts it."""
+    mesh, dimension = parameter.mesh_info, parameter.fsdp_placement.dim
+    pieces = whole.chunk(mesh.shard_mesh_size, dimension)
+    return (
+        pieces[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(pieces) else whole.new_empty(parameter.sharded_size)
+    )
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    start = one.untyped_storage().data_ptr()
+    return start != 0 and start == other.untyped_storage().data_ptr()
 
 
 class UnusedParameters:

@@ -73,6 +73,7 @@ class ShardedEngine(StepEngine):
         self.steps = (("flat pieces", "sharded parameters"),) if self._flat_groups else ShardedEngine.steps
         super().connect(model, optimizers)
         self._unused = self._reads = None
+        self._connected.callback(sharding_compat.Writes(model).release)
         if optimizers:
             self._connected.callback(sharding_compat.sync_hooks_and_requires_grad(model))
             reshard = partial(_reshard_before_step, sharding_compat.Units(model))

@@ -22,11 +22,13 @@ from lightning_mp.checkpoints.lazy import LazyStates, LazyWeights
 from lightning_mp.compat import patched, torchao
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import (
+    Callback,
     ModelParallelStrategy,
     Trainer,
     TrainerFn,
     TrainerStatus,
     default_pg_timeout,
+    is_overridden,
     optimizers_to_device,
     set_mesh,
 )
@@ -141,6 +143,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         #: the weights that are gathered in FP8 while it trains. Their shards stay plain fp32 tensors: what FSDP2 asks
         #: for hangs on them as attributes, which no state dict has
         self._in_fp8: list[_InFP8] = []
+        #: users have code between a forward and its backward pass, which is to find shards as code elsewhere does
+        self._hooks_before_backward = False
         #: looks after forward passes that hooks and callbacks make
         self._between_steps: BetweenSteps | None = None
         self._saves = Saves(later=async_save)
@@ -214,6 +218,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._hooks_before_backward = fitting and _has_hooks_before_backward(trainer)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -303,7 +308,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             if not patched:  # Lightning leaves a bound forward on the instance, which a copy would take along
                 module.__dict__.pop("forward", None)
         # else backward follows, and shards again: weights that are written to afterwards are the sharded ones
-        if isinstance(module, FSDPModule) and (not training or manual or output is None):
+        no_backward = not training or manual or output is None
+        if isinstance(module, FSDPModule) and (no_backward or self._hooks_before_backward):
             module.reshard()
         return output
 
@@ -419,6 +425,15 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             for parameter in parameters_of(optimizer)
         }
         return bool(index.weights) and wanted <= {entry.rpartition(".")[0] for entry in index.entries}
+
+
+def _has_hooks_before_backward(trainer: Any) -> bool:
+    """Whether the module, or a callback that is not this package's, has code of its own before the backward pass."""
+    users = [callback for callback in trainer.callbacks if not type(callback).__module__.startswith("lightning_mp.")]
+    return any(
+        is_overridden(name, trainer.lightning_module) or any(is_overridden(name, one, Callback) for one in users)
+        for name in ("on_before_zero_grad", "on_before_backward")
+    )
 
 
 class PlanHSDPStrategy(PlanFSDP2Strategy):

@@ -96,6 +96,15 @@ class AutocastWeight(Tensor):
 
     def __init__(self, held: Tensor, label: str) -> None: ...
 
+    @property
+    def data(self) -> Tensor:
+        """A view of it without gradients; to assign to it is a PlanError, as only rounded values are here."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise written_in_step(self.label, self.held.dtype)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"AutocastWeight({self.label!r}, {tuple(self.shape)}, held in {self.held.dtype})"
 
@@ -119,6 +128,8 @@ class AutocastWeight(Tensor):
             if reads_no_value(name):
                 return func(held, *args[1:], **{"dtype": torch.float32, **kwargs})
         other = next(item for item in floating_in([args, kwargs]) if isinstance(item, AutocastWeight))
+        if not (other.requires_grad and torch.is_grad_enabled()):  # as where a teacher follows its student
+            raise written_in_step(other.label, other.held.dtype)
         raise other_use(other.label, other.held.dtype, func)
 
 
@@ -141,4 +152,14 @@ def other_use(name: str, dtype: torch.dtype, func: Any) -> PlanError:
         f"{name} is {dtype_name(dtype)} under this strategy, where autocast alone computes with it; something reads it "
         f"outside a matmul ({func.overloadpacket.__name__}{users_line()})",
         f"pin it: pins={{{name.rpartition('.')[0]!r}: 'fp32'}}",
+    )
+
+
+def written_in_step(name: str, dtype: torch.dtype) -> PlanError:
+    """What to say where a weight is read or written without a gradient, of which only its values in ``dtype`` are."""
+    return PlanError.of(
+        f"{name} is {dtype_name(dtype)} in a step under this strategy, where autocast alone computes with it; "
+        f"something reads or writes its values there{users_line()}",
+        "do it between steps, in on_train_batch_start or on_train_batch_end, where its fp32 values are; or pin it: "
+        f"pins={{{name.rpartition('.')[0]!r}: 'fp32'}}",
     )

@@ -1,5 +1,6 @@
 """What hooks and callbacks do with a sharded model between steps: as under DDP, or refused."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from support import hf
 from support.comparing import of_training, same_runs
 from support.models import FEATURES, HIDDEN, same_weights
 from support.ranks import Ranks
-from support.sharded import HOSTS, RATE, WAIT, Language, Ranked, _ours, ddp, trained
+from support.sharded import HOSTS, RATE, WAIT, Language, Ranked, _ours, ddp, refused, trained
 
 pytestmark = pytest.mark.gloo
 MODES = ("32-true", "bf16-mixed", "16-mixed")
@@ -22,7 +24,8 @@ STRATEGIES: dict[str, Callable[..., dict[str, Any]]] = {
     "fsdp2": partial(HOSTS["fsdp2"], wrap="Block"),
     "hsdp": partial(_ours, "hsdp", wrap="Block", device_mesh=(1, 2), **WAIT),
     "offload": partial(HOSTS["fsdp2"], wrap="Block", cpu_offload=True),
-    "by default": partial(HOSTS["fsdp2"], wrap=None),
+    "by size": partial(HOSTS["fsdp2"], wrap=None),
+    "offload by size": partial(HOSTS["fsdp2"], wrap=None, cpu_offload=True),
     "whole blocks": partial(HOSTS["fsdp2"], wrap="Block", reshard_after_forward=False),
 }
 OF_BLOCKS = ("fsdp2", "hsdp", "offload", "whole blocks")
@@ -155,6 +158,121 @@ class Writes(Language):
     on_train_start = on_train_batch_end = on_train_epoch_end = on_fit_end = look_now
 
 
+def follow(teacher: nn.Module, student: nn.Module) -> None:
+    """MoCo's momentum update, as it is mostly written."""
+    for k, q in zip(teacher.parameters(), student.parameters(), strict=True):
+        k.data = k.data * 0.5 + q.data * 0.5
+
+
+def follow_in_place(teacher: nn.Module, student: nn.Module) -> None:
+    for k, q in zip(teacher.parameters(), student.parameters(), strict=True):
+        k.data.mul_(0.5).add_(q.data, alpha=0.5)
+
+
+def project(_teacher: nn.Module, student: Any) -> None:
+    """Rows, and columns, of length 1."""
+    student.embed.weight.data = nn.functional.normalize(student.embed.weight.data, dim=1)
+    student.blocks[0].up.weight.data = nn.functional.normalize(student.blocks[0].up.weight.data, dim=0)
+
+
+def clip(_teacher: nn.Module, student: nn.Module) -> None:
+    """A Wasserstein GAN's."""
+    for p in student.parameters():
+        p.data = p.data.clamp(-0.1, 0.1)
+
+
+def set_whole(teacher: nn.Module, student: nn.Module) -> None:
+    """All weights from one vector."""
+    count = sum(p.numel() for p in teacher.parameters())
+    nn.utils.vector_to_parameters(torch.linspace(-0.1, 0.1, count), teacher.parameters())
+    student.head.bias.data = torch.full((1,), 0.25)
+
+
+WAYS_TO_WRITE = {one.__name__: one for one in (project, follow, follow_in_place, clip, set_whole)}
+#: those that leave the trained weights alone, which may be written to before the backward pass, too
+OF_TEACHERS = ("follow", "follow_in_place")
+
+
+class Taught(Looking):
+    """A student that learns from a frozen teacher, which follows it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.teacher, self.way = copy.deepcopy(self.net), way
+        for parameter in self.teacher.parameters():
+            parameter.data.mul_(0.5)
+            parameter.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0] * self.factor()
+        taught = (self.net(x).float() - self.teacher(x).float()).pow(2).mean()
+        return taught + super().loss(batch)
+
+    def write(self) -> None:
+        WAYS_TO_WRITE[self.way](self.teacher, self.net)
+
+
+class WritesInAHook(Taught):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.write()
+
+
+class WritesBeforeTheStep(Taught):
+    """After a forward pass in the hook, too."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look()
+        self.write()
+
+
+class WritesInTheStep(Taught):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.write()
+        return super().training_step(batch, batch_idx)
+
+
+class WritesByHand(Taught):
+    """Manual optimization; the weights are written to after the optimizer's step."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.write()
+
+
+class UnitLinear(nn.Linear):
+    """Keeps its rows at length 1 in each forward pass in training, as some diffusion models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(nn.functional.normalize(self.weight, dim=1))
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class WritesInItsForward(Looking):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.net.embed = UnitLinear(FEATURES, HIDDEN)
+            cast("Any", self.net.blocks[0]).up = UnitLinear(HIDDEN, 3 * HIDDEN)
+
+
+class WritesInACallback(Callback):
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.write()
+
+
 class LooksInACallback(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         pl_module.look()
@@ -209,4 +327,78 @@ def test_a_forward_in_a_hook_is_as_under_ddp(ranks: Ranks, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_language_model_generates_in_hooks_as_under_ddp(ranks: Ranks, mode: str) -> None:
-    _equal(ranks, Compared(mode, Writes, ("by default",), data=hf.token_batches))
+    _equal(ranks, Compared(mode, Writes, ("by size",), data=hf.token_batches))
+
+
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_what_is_assigned_to_a_weight_is_kept(ranks: Ranks, way: str) -> None:
+    mode = MODES[list(WAYS_TO_WRITE).index(way) % len(MODES)]
+    _equal(ranks, Compared(mode, partial(WritesInAHook, way), OF_BLOCKS))
+    _equal(ranks, Compared(mode, partial(WritesBeforeTheStep, way)))
+    _equal(ranks, Compared(mode, partial(WritesByHand, way)))
+    if way in OF_TEACHERS:
+        _equal(ranks, Compared(mode, partial(Taught, way), callback=WritesInACallback))
+    _equal(ranks, Compared("32-true", partial(WritesInTheStep, way), ("by size", "offload by size")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_module_writes_to_its_weight_in_its_forward_is_kept(ranks: Ranks, mode: str) -> None:
+    _equal(ranks, Compared(mode, WritesInItsForward, OF_BLOCKS))
+
+
+class Follows(Taught):
+    """Writes what it is given, once, in a hook."""
+
+    def __init__(self, write: Callable[[Any], None]) -> None:
+        super().__init__("follow")
+        self.write_once = write
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.write_once(self)
+
+
+def _to_half(module: Any) -> None:
+    module.net.head.weight.data = module.net.head.weight.data.half()
+
+
+def _to_another_shape(module: Any) -> None:
+    module.net.embed.weight.data = torch.zeros(HIDDEN + 1, FEATURES)
+
+
+def _to_anothers(module: Any) -> None:
+    module.teacher.blocks[1].up.weight.data = module.net.blocks[1].up.weight.data
+
+
+def _to_a_new_parameter(module: Any) -> None:
+    module.net.blocks[0].up.bias = nn.Parameter(torch.zeros(3 * HIDDEN))
+
+
+#: what a hook does, and what the refusal says
+CANNOT_BE_KEPT: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
+    "another dtype": (_to_half, ("net.head.weight.data", "float16", "value.to(weight.dtype)")),
+    "another shape": (_to_another_shape, ("net.embed.weight.data", "(33, 16)", "(32, 16)")),
+    "another weight's data": (_to_anothers, ("teacher.blocks.1.up.weight.data", "another weight", "value.clone()")),
+    "a new parameter": (_to_a_new_parameter, ("'net.blocks.0.up.bias' replaced", "weight.data.copy_(value)")),
+}
+
+
+def refused_writes() -> dict[str, str]:
+    """What is said to each, and to a teacher that follows in a step in which its weights are halves."""
+    said: dict[str, str] = {}
+    for name, (write, _) in CANNOT_BE_KEPT.items():
+        said[name] = refused(lambda write=write: trained("32-true", STRATEGIES["fsdp2"](), Follows(write)))
+        dist.barrier()
+    steps = {"follow": "bf16-mixed", "set_whole": "16-mixed"}
+    for way, mode in steps.items():
+        said[way] = refused(lambda way=way, mode=mode: trained(mode, STRATEGIES["by size"](), WritesInTheStep(way)))
+        dist.barrier()
+    return said
+
+
+def test_what_a_shard_cannot_take_is_refused_by_its_name(ranks: Ranks) -> None:
+    for said in ranks.call(refused_writes):
+        for name, (_, words) in CANNOT_BE_KEPT.items():
+            assert all(word in said[name] for word in words), said[name]
+        for way, dtype in (("follow", "bf16"), ("set_whole", "fp16")):
+            told = (f"teacher.embed.weight is {dtype} in a step", "on_train_batch_end", "test_between_steps_gloo.py")
+            assert all(word in said[way] for word in told), said[way]
