@@ -225,7 +225,7 @@ def in_bytes(size: float) -> str:
     """Bytes in the unit that fits: ``12 bytes``, ``1.5 KiB``, ``49.4 GiB``."""
     if abs(size) < 1024:
         return counted(round(size), "byte")
-    power = min(int(math.log(abs(size), 1024)), 3)
+    power = int(min(math.log(abs(size), 1024), 3))  # the largest unit for an infinite size too
     return f"{size / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 

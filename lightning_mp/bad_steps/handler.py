@@ -21,7 +21,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_mp.errors import Faults
+from lightning_mp.errors import Faults, PlanError
 from lightning_mp.health.alerts import AT_FLOOR, SKIPPED, Reading
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.dtypes import map_tensors
@@ -31,7 +31,7 @@ from lightning_mp.plan.diagnosis import AT_MIN, SEARCH_SKIPS, Diagnosis
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.side_run import loss_of, step_output
-from lightning_mp.record import metric_names
+from lightning_mp.record import file_format, metric_names
 from lightning_mp.record.events import Event, Severity
 from lightning_mp.record.run_folder import BATCH_FILES, BATCHES
 from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, callbacks_of
@@ -174,7 +174,7 @@ class BadSteps:
         self._left -= 1
         if self._left < 0 or kept is None or event.rank not in (None, rank):
             return
-        values = {
+        contents = {
             # cloned: a view would bring all it is a view of
             "batch": map_tensors(kept.batch, lambda tensor: tensor.detach().cpu().clone()),
             "batch_idx": kept.batch_idx,
@@ -188,7 +188,7 @@ class BadSteps:
         path = self._saved_in / _file_name(event.step, rank)
         try:
             self._saved_in.mkdir(parents=True, exist_ok=True)
-            torch.save(values, path)
+            torch.save(file_format.stamped(contents), path)
         except Exception as error:  # of a batch that cannot be pickled, or a full disk: the run is to go on
             rank_zero_warn(f"the bad batch of step {event.step} could not be saved: {type(error).__name__}: {error}")
             with suppress(OSError):
@@ -244,6 +244,8 @@ def replay_saved(
     divided by the number of its micro-batches, times the loss scale. The generators advance as in the step.
     """
     saved = torch.load(path, map_location="cpu", weights_only=weights_only)
+    if said := file_format.newer(saved):
+        raise PlanError.of(f"{os.fspath(path)} {said}", file_format.UPDATE, "replay_saved")
     device = next(module.parameters()).device
     batch = map_tensors(saved["batch"], lambda tensor: tensor.to(device))
     set_rng_state(saved["rng"], device)

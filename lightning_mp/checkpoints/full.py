@@ -32,6 +32,7 @@ from lightning_mp.errors import Faults, MissingExtraError
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, map_tensors
 from lightning_mp.policy.pieces import storage_dtype
+from lightning_mp.record import file_format
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
@@ -89,7 +90,7 @@ def write_consolidated(
             raise CheckpointFormatError(given, "choose another name")
         keeps_some = wanted in ("bf16", "fp16") and not cast_all
         content = _read(source, weights_only, states=False, extra=keeps_some)
-        fp32 = _fp32_names(content, wanted) if keeps_some else ()
+        fp32 = _fp32_names(source, content, wanted) if keeps_some else ()
         dtypes = {name: TORCH_DTYPES["fp32" if name in fp32 else wanted] for name in content["state_dict"] if wanted}
         weights = _under(content["state_dict"], prefix, source)
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -115,9 +116,17 @@ def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
     return partial(save_file, metadata={"format": "pt"})
 
 
-def _fp32_names(checkpoint: Mapping[str, Any], half: Any) -> set[str]:
-    """What the plan, whatever its class is called, recorded as fp32 in a file of ``half``."""
+def _fp32_names(source: Path, checkpoint: Mapping[str, Any], half: Any) -> set[str]:
+    """Return the weights that the plan, whatever its class is called, recorded as fp32 in a file of ``half``.
+
+    Raises:
+        CheckpointFormatError: a newer release of this package wrote the plan's state.
+    """
     states = [state for state in checkpoint.values() if isinstance(state, dict) and {"policy", "fp32"} <= state.keys()]
+    for said in filter(None, map(file_format.newer, states)):
+        raise CheckpointFormatError(
+            f"the plan's state in {str(source)!r} {said}", f"{file_format.UPDATE}, or cast all of it: --all"
+        )
     return {name for state in states for name in state["fp32"].get(half, ())}
 
 
@@ -197,6 +206,8 @@ def _read(path: Path, weights_only: bool | None, *, states: bool = True, extra: 
         if not isinstance(content.get("state_dict"), dict):
             given = f"{str(path)!r}, a file without 'state_dict'"
             raise CheckpointFormatError(given, "give a checkpoint that Lightning's Trainer wrote", formats.ALLOWED)
+    if said := file_format.newer(content.get(file_format.NOTES)):
+        raise CheckpointFormatError(f"{str(path)!r} {said}", file_format.UPDATE)
     return {**content, "state_dict": plain_names(content["state_dict"])}
 
 
@@ -338,7 +349,7 @@ def _deepspeed(path: Path) -> dict[str, Any]:
         except (ValueError, OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
             raise formats.damaged(path, error) from error
         state_dict = _full(path, states, shapes, masters)
-    record: Mapping[str, Any] = states.get("lightning_mp") or {}
+    record: Mapping[str, Any] = states.get(file_format.NOTES) or {}
     return {
         **{key: value for key, value in states.items() if key not in _OWN},
         "state_dict": _as_recorded(plain_names(state_dict), record.get("dtypes", {})),

@@ -17,6 +17,7 @@ from rich.table import Table
 from lightning_mp.errors import counted, in_bytes, is_number, number
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.record import metric_names
+from lightning_mp.record.file_format import stamped
 from lightning_mp.record.report.charts import Panel, draw
 from lightning_mp.record.report.load import Run, Series
 from lightning_mp.record.report.page import document
@@ -357,7 +358,7 @@ def notes(comparison: Comparison) -> list[str]:
 def write(comparison: Comparison, folder: Path) -> None:
     """Write both files into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(folder / "compare.json", to_json(comparison.to_dict(), indent=2) + "\n")
+    atomic_write(folder / "compare.json", to_json(stamped(comparison.to_dict()), indent=2) + "\n")
     atomic_write(folder / "compare.html", render(comparison))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -43,6 +43,7 @@ from lightning_mp.policy.precision_policy import (
     PinsLike,
     Precision,
 )
+from lightning_mp.record import file_format
 
 if TYPE_CHECKING:
     from lightning_mp.bad_steps.handler import BadStepCallback
@@ -88,6 +89,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         modules: dict[str, Any] = {"pins": pins, "checkpointing": checkpointing, "fp8": fp8}
         self._declare(PrecisionPolicy(**dtypes, **steps, **modules))
 
+    #: keys of a saved plan that are no fields of a policy: it can be read, and does not run
+    _unknown_keys: Sequence[str] = ()
+
     def _declare(self, policy: PrecisionPolicy) -> None:
         self._declared, self._run = policy, Run(policy)
         #: the runs of Trainers that live; the last one, which copies of the plan share
@@ -117,15 +121,21 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     def __getstate__(self) -> dict[str, Any]:
         # plain values, which torch.load(weights_only=True) takes
-        own = {"_declared": self._declared.to_dict()}
+        own = file_format.stamped({"_declared": self._declared.to_dict()})
         if self.deepspeed_notes is not None:
             own["deepspeed_notes"] = asdict(self.deepspeed_notes)
         runs = ("_run", "_runs", "_last")
         return {name: value for name, value in vars(self).items() if name not in runs} | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._declare(PrecisionPolicy.from_dict(state.pop("_declared")))
+        if said := file_format.newer(state):
+            raise PlanError.of(f"a saved plan {said}", file_format.UPDATE)
+        state.pop(file_format.KEY, None)
+        policy, unknown = PrecisionPolicy.from_saved(state.pop("_declared"))
+        self._declare(policy)
         vars(self).update(state)
+        if unknown:
+            self._unknown_keys = unknown
         if "deepspeed_notes" in state:
             self.deepspeed_notes = DeepSpeedNotes(**state["deepspeed_notes"])
 
@@ -172,6 +182,9 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         policy = for_strategy.completed(strategy, policy)
         if policy != self.policy:
             run.follow(policy)
+        if self._unknown_keys:
+            problem = f"a saved plan with {', '.join(self._unknown_keys)}, which this lightning-mp does not know"
+            faults.add(problem, fix=f"update lightning-mp, or write the plan without: {self!r}")
         for_strategy.check_device(self.policy, device, faults)
         engine = for_strategy.engine_of(strategy)(
             self.policy,

@@ -29,6 +29,7 @@ from lightning_mp.plan import describe, diagnosis
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.skip_aware import Override, hold_on_skips, may_change_gradients
 from lightning_mp.policy import PrecisionPolicy
+from lightning_mp.record import file_format
 
 
 class Run:
@@ -170,16 +171,31 @@ class PlanBase:
         """The policy, the counts and the loss scale, and in a run which weights stay fp32; plain values only."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         fp32 = {"fp32": names} if self.engine is not None and (names := self.engine.fp32_names()) else {}
-        return {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler, **fp32}
+        values = {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler, **fp32}
+        return file_format.stamped(values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from counts and loss scale; the policy stays the one declared now."""
+        """Resume from counts and loss scale; the policy stays the one declared now.
+
+        Raises:
+            PlanError: a newer release of this package wrote ``state_dict``.
+        """
+        if said := file_format.newer(state_dict):
+            raise PlanError.of(
+                f"the plan's state in the checkpoint {said}", f"{file_format.UPDATE}, or resume from another checkpoint"
+            )
         self.loss_scaler.load_counts(state_dict["steps"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict.get("scaler", {}))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``."""
+        """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``.
+
+        Raises:
+            PlanError: a newer release of this package wrote the checkpoint.
+        """
+        if said := file_format.newer(checkpoint.get(file_format.NOTES)):
+            raise PlanError.of(f"the checkpoint {said}", f"{file_format.UPDATE}, or resume from another checkpoint")
         if self.scaler is None or type(self).__qualname__ in checkpoint:
             return
         for key in ("MixedPrecision", "FSDPPrecision"):  # where stock plugins keep a GradScaler's state

@@ -179,6 +179,42 @@ class PrecisionPolicy:
             policy = _built(cls, _known(cls, values, "", faults), faults)
         return cast("PrecisionPolicy", policy)
 
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any]) -> tuple[PrecisionPolicy, list[str]]:
+        """Return the policy of a file that ``to_dict`` is in, and the keys that are no field of it.
+
+        Another release may have written them.
+        """
+        unknown: list[str] = []
+        return cls(**_without_unknown(cls, values, "", unknown)), unknown
+
+
+#: the fields of a policy whose saved values are mappings, or lists of mappings
+_PIECES: Mapping[str, type[Any]] = {
+    "loss_scaling": LossScaling,
+    "pins": Pin,
+    "checkpointing": Checkpointing,
+    "fp8": FP8,
+    "nonfinite": NonFinite,
+}
+
+
+def _without_unknown(kind: type[Any], values: Any, prefix: str, unknown: list[str]) -> Any:
+    """Return saved ``values`` with the fields of ``kind`` alone; the other keys are added to ``unknown``."""
+    if isinstance(values, list):
+        return [_without_unknown(kind, item, prefix, unknown) for item in cast("list[Any]", values)]
+    if not isinstance(values, Mapping):
+        return values
+    names, known = [item.name for item in fields(kind)], dict[str, Any]()
+    for key, value in cast("Mapping[str, Any]", values).items():
+        if key not in names:
+            unknown.append(f"{prefix}{key}")
+        elif kind is PrecisionPolicy and key in _PIECES:
+            known[key] = _without_unknown(_PIECES[key], value, f"{key}.", unknown)
+        else:
+            known[key] = value
+    return known
+
 
 def _known(kind: type[Any], values: Mapping[str, Any], prefix: str, faults: Faults) -> dict[str, Any]:
     """Of ``values`` those of a field of the dataclass; every other key is refused with the nearest field."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from lightning_mp.errors import number
+from lightning_mp.errors import is_whole, number
+from lightning_mp.record.file_format import is_step
 
 Kind = Literal[
     "nonfinite_loss",
@@ -49,6 +50,28 @@ class Event:
     def is_alert(self) -> bool:
         """Whether someone should look at it."""
         return self.severity != "info"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Event | None:
+        """Return the event of a line of ``events.jsonl``; ``None`` if a field is missing or of another type.
+
+        Keys that are no field of an event are left out: a newer package may write more.
+        """
+        known = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        texts = [known.get(name) for name in ("kind", "cause", "advice", "action") if name in known]
+        names = [known.get("module"), known.get("parameter")]
+        rank, value, evidence = known.get("rank"), known.get("value"), known.get("evidence", {})
+        fits = (
+            is_step(known.get("step"))
+            and "kind" in known
+            and known.get("severity") in SEVERITIES
+            and all(isinstance(text, str) for text in texts)
+            and all(name is None or isinstance(name, str) for name in names)
+            and (rank is None or is_whole(rank))
+            and (value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)))
+            and isinstance(evidence, Mapping)
+        )
+        return cls(**known) if fits else None
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as plain values."""

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from lightning_mp.errors import PlanError
 from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event
+from lightning_mp.record.file_format import UPDATE, is_step, json_object, newer, stamped
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -98,7 +99,10 @@ class RunFolder:
         return folder
 
     def _begin(self, writer: str, resumed_at: int | None, new: bool) -> None:
-        ours = is_ours(self.path)
+        about = _about(self.path)
+        ours = _is_ours(about)
+        if ours and (said := newer(about)):
+            raise InUseError.of(f"{self.path / RUN} {said}", f"{UPDATE}, or {_OWN}", writer)
         there = next((name for name in _FILES if (self.path / name).exists()), None)
         if there is not None and (new or not ours):
             what = f"{self.path} holds {there}, which this package did not write and would overwrite"
@@ -109,17 +113,18 @@ class RunFolder:
             for path in (*(self.path / BATCHES).glob(BATCH_FILES), *(self.path / name for name in _FILES)):
                 path.unlink(missing_ok=True)
         if not (self.path / RUN).exists():
-            atomic_write(self.path / RUN, to_json({**_WRITTEN_BY, "status": "running"}) + "\n")
+            atomic_write(self.path / RUN, to_json(stamped({**_WRITTEN_BY, "status": "running"})) + "\n")
 
     def _drop_from(self, step: int) -> None:
         """Drop the readings that will be made again, and a last line that a run cut off when it was killed."""
         for path in (path for path in (self.path / METRICS, self.path / EVENTS) if path.is_file()):
-            kept: list[str] = []
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError):
-                    row = json.loads(line)
-                    kept += [line + "\n"] if path.name == EVENTS or not made_again(row, step) else []
-            atomic_write(path, "".join(kept))
+            kept: list[bytes] = []
+            for line in path.read_bytes().splitlines():
+                row = json_object(line) or {}
+                readable = is_step(row.get(metric_names.STEP))
+                if readable and (path.name == EVENTS or not made_again(row, step)):
+                    kept.append(line + b"\n")
+            atomic_write_bytes(path, b"".join(kept))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a reading."""
@@ -127,11 +132,12 @@ class RunFolder:
 
     def event(self, event: Event) -> None:
         """Append an event."""
-        self._append(EVENTS, event.to_dict())
+        self._append(EVENTS, stamped(event.to_dict()))
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
         """Write the file ``name`` as JSON, whole or not at all."""
-        self.text(name, to_json({**_WRITTEN_BY, **values} if name == RUN else values, indent=2) + "\n")
+        by = _WRITTEN_BY if name == RUN else {}
+        self.text(name, to_json(stamped({**by, **values}), indent=2) + "\n")
 
     def text(self, name: str, text: str) -> None:
         """Write the file ``name``, whole or not at all."""
@@ -170,10 +176,19 @@ def atomic_write(target: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    # what is read from a file may hold half a character, which becomes a question mark
+    atomic_write_bytes(target, text.encode("utf-8", errors="replace"))
+
+
+def atomic_write_bytes(target: Path, content: bytes) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     part = target.with_name(f".{target.name}.tmp")
     try:
-        # what is read from a file may hold half a character, which becomes a question mark
-        part.write_bytes(text.encode("utf-8", errors="replace"))
+        part.write_bytes(content)
         part.replace(target)
     except OSError as error:
         with suppress(OSError):
@@ -188,12 +203,20 @@ def made_again(row: Mapping[str, Any], resumed_at: int) -> bool:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether ``run.json`` says that a run under this package wrote it."""
+    """True if ``run.json`` says that a run under this package wrote it."""
+    return _is_ours(_about(folder))
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """Return what ``run.json`` holds; an empty dict if it is not there or cannot be read."""
     try:
-        about = json.loads((folder / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(about, dict) and _WRITTEN_BY.items() <= about.items()  # pyright: ignore[reportUnknownMemberType]
+        return json_object((folder / RUN).read_bytes()) or {}
+    except OSError:
+        return {}
+
+
+def _is_ours(about: Mapping[str, Any]) -> bool:
+    return all(about.get(key) == value for key, value in _WRITTEN_BY.items())
 
 
 def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:

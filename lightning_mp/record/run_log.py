@@ -334,5 +334,5 @@ class WritesRun(RunCallback):
             checkpoint[FALLBACK] = _paths[trainer]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if FALLBACK in checkpoint and self.run_dir is None:
+        if isinstance(checkpoint.get(FALLBACK), str) and self.run_dir is None:
             _paths[trainer] = checkpoint[FALLBACK]

@@ -42,11 +42,10 @@ from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.remote import is_remote
 from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.plan.plan import MixedPrecisionPlan
+from lightning_mp.record import file_format
 
 _Base = ParallelStrategy if TYPE_CHECKING else object
 _HOST_PLUGIN: Any = Strategy.precision_plugin
-#: the checkpoint's key for what this package adds to Lightning's own
-NOTES = "lightning_mp"
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -152,11 +151,13 @@ class PlanStrategy(_Base):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as the host does, with the dtypes that parameters and buffers are stored in."""
-        checkpoint[NOTES] = {
-            "dtypes": self.stored_dtypes(),
-            "strategy": type(self).__name__,
-            "world_size": self.world_size,
-        }
+        checkpoint[file_format.NOTES] = file_format.stamped(
+            {
+                "dtypes": self.stored_dtypes(),
+                "strategy": type(self).__name__,
+                "world_size": self.world_size,
+            }
+        )
         path = str(without_file_protocol(self.broadcast(filepath)))
         if self.saves_folders:
             self._save_folder(checkpoint, path, storage_options)

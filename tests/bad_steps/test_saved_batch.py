@@ -14,6 +14,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_mp import PlanError
 from lightning_mp.bad_steps.handler import replay_saved
 from lightning_mp.callbacks import NonFiniteGuard
 from support.models import batches
@@ -66,7 +67,14 @@ def test_it_holds_the_batch_and_the_generators(tmp_path: Path, mode: str) -> Non
     expected = [tensor.to(dtype) for tensor in list(batches())[BAD]]
     assert all(map(torch.equal, saved["batch"], expected))
     assert set(saved["rng"]) == {"torch", "python", "numpy"}
+    assert saved["format_version"] == 1
     assert path.stat().st_size < 30_000  # the batch, not what its tensors are views of
+
+
+def test_a_file_of_a_newer_format_version_is_answered_with_a_sentence(tmp_path: Path) -> None:
+    torch.save({"format_version": 2}, tmp_path / "step_000001_rank0.pt")
+    with pytest.raises(PlanError, match=r"step_000001_rank0\.pt has format version 2.* Update lightning-mp"):
+        replay_saved(tmp_path / "step_000001_rank0.pt", Alone("gradient"), nullcontext())
 
 
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed", "16-mixed"])

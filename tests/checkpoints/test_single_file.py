@@ -47,6 +47,20 @@ def test_a_file_is_read_as_it_is(saved: Path, held: Held) -> None:
     assert full["lr_schedulers"] == plain["lr_schedulers"]
 
 
+def test_a_file_of_a_newer_format_version_is_answered_with_a_sentence(saved: Path, tmp_path: Path) -> None:
+    content, copy = torch.load(saved, weights_only=True), tmp_path / "copy.ckpt"
+    torch.save({**content, "lightning_mp": {"format_version": 2}}, copy)
+    with pytest.raises(CheckpointFormatError, match=r"has format version 2.* Update lightning-mp"):
+        read_full(copy)
+    state = {**content["MixedPrecisionPlan"], "fp32": {}, "format_version": 2}
+    torch.save({**content, "MixedPrecisionPlan": state}, copy)
+    with pytest.raises(
+        CheckpointFormatError, match=r"The plan's state in .* has format version 2.* Update lightning-mp"
+    ):
+        consolidate(copy, tmp_path / "half.pt", dtype="bf16")
+    assert consolidate(copy, tmp_path / "half.pt", dtype="bf16", cast_all=True).exists()
+
+
 def test_objects_are_read_only_on_request(tmp_path: Path) -> None:
     class WithObject(Regression):
         def __init__(self, rate: Fraction = Fraction(1, 2)) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, PrecisionPolicy
+from lightning_mp import Checkpointing, LossScaling, MixedPrecisionPlan, PlanError, PrecisionPolicy
 from lightning_mp.plan import describe
 from lightning_mp.policy import PRECISIONS
 from support.models import Regression
@@ -146,3 +146,30 @@ def test_a_run_begins_with_three_to_five_short_lines(plan: MixedPrecisionPlan) -
     assert 3 <= len(lines) <= 5
     assert all(len(line) <= 160 for line in lines)
     assert lines[0].startswith("MixedPrecisionPlan(")
+
+
+def state_of(plan: MixedPrecisionPlan, **changes: Any) -> dict[str, Any]:
+    state = plan.__getstate__()
+    return {**state, "_declared": {**state["_declared"], **changes}}
+
+
+def test_a_saved_plan_with_an_unknown_key_is_read_and_does_not_run() -> None:
+    pins = [{"pattern": "*norm*", "dtype": "fp32", "stochastic": True}]
+    plan = MixedPrecisionPlan.__new__(MixedPrecisionPlan)
+    plan.__setstate__(state_of(MixedPrecisionPlan("bf16-true"), colour="red", pins=pins))
+    assert plan.same_as(MixedPrecisionPlan("bf16-true", pins={"*norm*": "fp32"}))
+    for again in (plan, *(way(plan) for way in WAYS.values())):
+        with pytest.raises(
+            PlanError, match=r"A saved plan with pins\.stochastic, colour, which this lightning-mp does"
+        ):
+            again.apply(Block())
+
+
+def test_a_saved_plan_of_a_newer_format_is_answered_with_a_sentence() -> None:
+    state = MixedPrecisionPlan("bf16-mixed").__getstate__()
+    del state["format_version"]
+    plan = MixedPrecisionPlan.__new__(MixedPrecisionPlan)
+    plan.__setstate__(state)  # as an older release wrote it
+    assert plan.same_as(MixedPrecisionPlan("bf16-mixed"))
+    with pytest.raises(PlanError, match="A saved plan has format version 2, and this lightning-mp reads up to 1"):
+        plan.__setstate__({**state, "format_version": 2})

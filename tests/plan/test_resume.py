@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PrecisionPolicy
+from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError, PrecisionPolicy
 from lightning_mp.callbacks import NonFiniteGuard
 from support.models import Regression, batches, same_weights, weights
 from support.oracles import MODES, SCALED, plan_for, stock_for
@@ -45,6 +45,21 @@ def test_the_checkpoint_is_plain_and_under_the_plans_name(mode: str, tmp_path: P
     if mode in SCALED:
         assert saved["scaler"]["scale"] == 64.0
         assert saved["scaler"]["_growth_tracker"] == 1
+
+
+def test_a_checkpoint_of_another_format_version_is_read_or_answered_with_a_sentence(tmp_path: Path) -> None:
+    module, _ = _save(tmp_path, plan_for("16-mixed"), 4)
+    path = tmp_path / "4.ckpt"
+    saved = torch.load(path, weights_only=True)
+    state = saved["MixedPrecisionPlan"]
+    assert state.pop("format_version") == 1
+    torch.save(saved, path)  # as an older release wrote it
+    resumed, _ = _resume(path, plan_for("16-mixed"))
+    assert resumed.losses == module.losses[4:]
+    for key, said in (("MixedPrecisionPlan", "The plan's state in the checkpoint"), ("lightning_mp", "The checkpoint")):
+        torch.save({**saved, key: {**state, "format_version": 2}}, path)
+        with pytest.raises(PlanError, match=f"{said} has format version 2.* Update lightning-mp"):
+            _resume(path, plan_for("16-mixed"))
 
 
 def test_a_streak_goes_on_over_the_interruption(tmp_path: Path) -> None:

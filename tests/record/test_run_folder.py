@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,11 @@ def test_readings_and_events_are_on_disk_at_once_in_strict_json(tmp_path: Path) 
     folder.write("run.json", {"x": float("inf")})
     assert _lines(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "train/loss": None}]
     assert _lines(tmp_path / "run" / "events.jsonl")[0]["kind"] == "loss_plateau"
-    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"written_by": "lightning_mp", "x": None}
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {
+        "format_version": 1,
+        "written_by": "lightning_mp",
+        "x": None,
+    }
     folder.close("A")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "events.jsonl", "run.json"}
 
@@ -122,6 +127,7 @@ def test_it_round_trips_through_a_line_of_json() -> None:
     line = json.loads(to_json(OVERFLOW.to_dict()))
     assert line["value"] is None
     assert Event(**{**line, "value": float("inf")}) == OVERFLOW
+    assert Event.from_dict(line) == replace(OVERFLOW, value=None)
 
 
 def test_the_line_for_people_says_where_why_and_what_to_do() -> None:

@@ -35,8 +35,10 @@ def plain(value: Any) -> str:
     return "…" if isinstance(value, dict) else str(value)
 
 
-def moment(value: str) -> str:
-    """A date and time of ISO 8601 as one reads it; anything else stays as it is."""
+def moment(value: Any) -> str:
+    """Return a date and time of ISO 8601 as a person reads it; anything else as ``plain`` does."""
+    if not isinstance(value, str):
+        return plain(value)
     try:
         return datetime.fromisoformat(value).strftime("%d %b %Y %H:%M %Z").strip().lstrip("0")
     except ValueError:

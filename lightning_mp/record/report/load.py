@@ -1,18 +1,21 @@
 """A run's folder as it is on disk. A damaged file costs its damaged lines, never the report."""
 
-import json
 import math
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_mp.record.events import Event
+from lightning_mp.record.file_format import KEY, UPDATE, is_step, json_object, newer
 from lightning_mp.record.metric_names import STEP
 from lightning_mp.record.run_folder import AUDIT, EVENTS, METRICS, RUN
 
 #: What a run writes, and a report reads.
 FILES = (METRICS, EVENTS, RUN, AUDIT)
+#: the parts of run.json that are mappings
+_PARTS = ("machine", "versions", "plan")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -68,36 +71,80 @@ def is_run(path: Path) -> bool:
 def load(path: Path, name: str) -> Run:
     """Read the folder ``path``; ``name`` is what the report calls the run."""
     run = Run(path, name)
-    for row in _lines(run, METRICS):
+    for row in _lines(run, METRICS, _reading):
         step = row.pop(STEP)
         for reading, value in row.items():
             run.series.setdefault(reading, Series()).add(step, value)
     if not run.series:
         run.faults.append(f"{METRICS} holds no reading yet" if (path / METRICS).exists() else f"{METRICS} is missing")
-    run.events = [Event(**row) for row in _lines(run, EVENTS)]
+    run.events = _lines(run, EVENTS, Event.from_dict)
     run.about = _document(run, RUN)
-    run.audit = _document(run, AUDIT).get("rows")
+    for part in _PARTS:
+        value = run.about.get(part)
+        if value is not None and not isinstance(value, dict):
+            run.faults.append(f"{RUN} is damaged: {part!r} is left out")
+            run.about[part] = None
+    audit = _document(run, AUDIT)
+    if "rows" in audit:
+        listed: Any = audit["rows"] if isinstance(audit["rows"], list) else [None]
+        run.audit = [row for row in listed if _is_audit_row(row)]
+        if len(run.audit) < len(listed):
+            run.faults.append(f"{AUDIT} is damaged: {len(listed) - len(run.audit):,} rows cannot be read")
     return run
 
 
-def _lines(run: Run, name: str) -> list[dict[str, Any]]:
-    """Every line of JSON; a run that was killed leaves one that is cut off, which is said."""
-    path, rows = run.path / name, list[Any]()
+def _reading(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return ``row`` if it has a step and numbers; else ``None``."""
+    numbers = all(value is None or _is_number(value) for value in row.values())
+    return row if numbers and is_step(row.get(STEP)) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_audit_row(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("module"), str) and isinstance(row.get("ok"), bool)  # pyright: ignore
+
+
+def _lines(run: Run, name: str, read: Callable[[dict[str, Any]], T | None]) -> list[T]:
+    """Return what ``read`` makes of each line of JSON.
+
+    Lines that cannot be read are a fault of ``run``: a run that was killed leaves one that is cut off. Lines of a newer
+    format version are another fault.
+    """
+    path, rows, unread, too_new = run.path / name, list[T](), 0, ""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
-        with suppress(ValueError):
-            row: Any = json.loads(line)
-            rows += [row] if isinstance(row, dict) and STEP in row else []
-    if len(rows) < len(lines):
-        run.faults.append(f"{name} is damaged: {len(lines) - len(rows):,} of {len(lines):,} lines cannot be read")
+        values = json_object(line)
+        row = None
+        if values is not None and (said := newer(values)):
+            too_new = f"{said}: {UPDATE}"
+            continue
+        if values is not None:
+            row = read(values)
+        if row is None:
+            unread += 1
+        else:
+            rows.append(row)
+    if unread:
+        run.faults.append(f"{name} is damaged: {unread:,} of {len(lines):,} lines cannot be read")
+    if too_new:
+        run.faults.append(f"{name} {too_new}")
     return rows
 
 
 def _document(run: Run, name: str) -> dict[str, Any]:
-    """A whole file of JSON; empty where it is not there or cannot be read."""
+    """Return a whole file of JSON; an empty dict if it is not there, cannot be read, or is of a newer version."""
     path = run.path / name
-    try:
-        return json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError:
+    if not path.is_file():
+        return {}
+    values = json_object(path.read_bytes())
+    if values is None:
         run.faults.append(f"{name} is damaged and left out")
         return {}
+    if said := newer(values):
+        run.faults.append(f"{name} {said}: {UPDATE}")
+        return {}
+    values.pop(KEY, None)
+    return values
