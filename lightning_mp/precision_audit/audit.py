@@ -1,4 +1,4 @@
-"""``audit`` and ``PrecisionAudit``: the dtypes that modules have and run in, compared with what was declared."""
+"""``audit`` and ``PrecisionAudit``: the observed dtypes of modules, compared with the declared ones."""
 
 from shutil import get_terminal_size
 from typing import Any, Literal
@@ -39,16 +39,18 @@ _NOTHING_RAN = (
 
 
 def audit(model_or_trainer: nn.Module | Trainer) -> AuditReport:
-    """Declared against observed dtypes, a row for every module with parameters of its own; nothing is changed.
+    """Compare declared with observed dtypes and return a row for every module with parameters of its own.
 
-    For a Trainer, or a LightningModule attached to one, during or after ``fit``: parameters, gradients and optimizer
-    state as they are now, and what a ``PrecisionAudit`` callback of its saw run; declared is what its precision
-    plugin declares. Only this process is audited.
+    For a Trainer, or a LightningModule attached to one, during or after ``fit``, the report has the present
+    parameters, gradients and optimizer state. Operators are in it if the Trainer has a ``PrecisionAudit`` callback,
+    which saw them run. The precision plugin declares the dtypes.
 
-    For a bare module: parameters and gradients, of which pins are judged. Nothing is run.
+    For a module without a Trainer the report has parameters and gradients, and judges its pins alone.
+
+    Nothing is run or changed, and only this process is audited.
 
     Raises:
-        PlanError: a Trainer that has no module yet.
+        PlanError: the Trainer has no module yet, or is of the other copy of Lightning.
     """
     check_copy(model_or_trainer, "audit")
     attached = isinstance(model_or_trainer, LightningModule)
@@ -80,7 +82,7 @@ def _of_run(trainer: Trainer) -> AuditReport:
 
 
 def _present(modules: dict[str, nn.Module], optimizers: Any = ()) -> dict[str, Observed]:
-    """What modules have, without anything that runs."""
+    """Return the dtypes of parameters, gradients and optimizer state; nothing is run."""
     seen = unseen(modules)
     note_parameters(seen, modules, states_of(optimizers))
     note_gradients(seen, modules)
@@ -90,14 +92,14 @@ def _present(modules: dict[str, nn.Module], optimizers: Any = ()) -> dict[str, O
 class PrecisionAudit(WritesRun):
     """Records for every module the dtypes of parameters, inputs, outputs, computation, gradients, reductions and state.
 
-    They are compared with what the ``MixedPrecisionPlan``, or Lightning's own plugin, declares. The table is printed,
-    and written to ``audit.json`` and ``audit.md``; a difference warns, or raises. The audit only reads: results are the
-    same with and without it, and no hook is left once it is over. The inside of compiled modules cannot be observed.
+    The ``MixedPrecisionPlan``, or Lightning's own plugin, declares the dtypes to compare them with. The table is
+    printed, and written to ``audit.json`` and ``audit.md``. A difference warns or raises. The audit only reads: results
+    are the same with and without it, and its hooks are removed at its end. Compiled modules cannot be observed inside.
 
     Args:
         steps: how many optimizer steps are audited, from the first one of the run.
-        on_mismatch: ``"warn"`` or ``"raise"``, on every rank, whichever rank found it.
-        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
+        on_mismatch: ``"warn"`` or ``"raise"``, on every rank, also if one rank alone differs.
+        run_dir: the folder to write to; by default the run's folder.
 
     Attributes:
         rows: the rows of the last report, :class:`~lightning_mp.precision_audit.report.AuditRow`.
@@ -115,7 +117,7 @@ class PrecisionAudit(WritesRun):
             faults.one_of("on_mismatch", on_mismatch, ("warn", "raise"), "leave it out for 'warn'")
         self.steps, self.on_mismatch, self.run_dir = steps, on_mismatch, run_dir
         self.report: AuditReport | None = None
-        #: what was declared and what was observed, for ``lightning_mp.audit(trainer)``
+        #: the declaration and the observations of the last report, for ``lightning_mp.audit(trainer)``
         self.record: tuple[Declaration, dict[str, Observed]] | None = None
         self._log = RunLog(_NAME)
         self._watch: Watch | None = None
@@ -123,7 +125,7 @@ class PrecisionAudit(WritesRun):
 
     @property
     def rows(self) -> list[AuditRow]:
-        """A row a module, of the last report."""
+        """Return the rows of the last report; an empty list before the first."""
         return [] if self.report is None else list(self.report.rows)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -179,7 +181,7 @@ class PrecisionAudit(WritesRun):
                 self._conclude(trainer, self._watch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._watch is not None:  # a batch that the module's on_train_batch_start left out has no end
+        if self._watch is not None:  # no on_train_batch_end follows if the module's on_train_batch_start skips a batch
             self._watch.stop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

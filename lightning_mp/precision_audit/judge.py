@@ -1,4 +1,8 @@
-"""What a plan or one of Lightning's plugins declares for a module, whether it is so, and if not, the likely cause."""
+"""Declared dtypes of a module, and the judgement of the observed ones.
+
+A plan, or one of Lightning's plugins, declares dtypes. ``differences`` compares them with the observed
+dtypes and names the likely cause of each difference.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +39,24 @@ _HALF = frozenset(("bf16", "fp16", "fp8"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """The dtypes a run declares, as short names; ``None`` where nothing is declared, and nothing judged.
+    """The dtypes that a run declares, as short names. A field that is ``None`` is not declared and not judged.
 
-    ``reduce`` and ``state`` may be ``AS_STORED``. ``autocast``: torch's lists keep norms and look-ups out of
-    ``compute``. ``frozen``: frozen parameters are of ``storage`` too. ``tf32``: whether fp32 products are to run in
-    TF32; ``None`` leaves that to torch's switches. By module name are ``pins`` and ``products``: FP8's, and half ones
-    that are summed in fp32.
+    Attributes:
+        by: the plan or plugin, for messages.
+        storage: the dtype of stored parameters.
+        compute: the dtype of matrix products.
+        reduce: the dtype of gradient sums over ranks, or ``AS_STORED``.
+        state: the dtype of optimizer state, or ``AS_STORED``.
+        autocast: True if torch's autocast lists keep norms and look-ups in fp32.
+        frozen: True if frozen parameters have to be stored in ``storage`` too.
+        tf32: True if fp32 products have to run in TF32, ``None`` if torch's switches decide.
+        pins: module name to the dtype of its pin.
+        products: module name to ``"fp8"``, or to the half dtype of operands whose sum is fp32.
+        notes: sentences for the foot of the report.
     """
 
     by: str
-    #: whether that is a plan; else what is advised is a callback
+    #: True for a plan: advice then names its fields, and callbacks otherwise
     plan: bool = False
     storage: str | None = None
     compute: str | None = None
@@ -58,17 +70,17 @@ class Declaration:
     notes: tuple[str, ...] = ()
 
     def declared(self, name: str) -> str | None:
-        """What the module ``name`` computes in: its pin, else what products run in."""
+        """Return the dtype of the module's products: its pin's, or the run's. ``None`` if not declared."""
         pin = self.products.get(name) or self.pins.get(name)
         return pin or ("tf32" if self.tf32 and self.compute == "fp32" else self.compute)
 
     def stored(self, name: str) -> str | None:
-        """What its parameters are stored in."""
+        """Return the dtype of the module's parameters: its pin's, or the run's. ``None`` if not declared."""
         return self.pins.get(name) or self.storage
 
 
 def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaration:
-    """What the Trainer's plugin, with the strategy it is on, declares for ``modules``."""
+    """Return the declaration of the Trainer's plugin on its strategy. ``modules``: by name."""
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
         return by_policy(plugin.policy, modules, trainer.strategy.root_device, plugin.engine)
@@ -78,7 +90,10 @@ def by_trainer(trainer: Trainer, modules: Mapping[str, nn.Module]) -> Declaratio
 def by_policy(
     policy: PrecisionPolicy, modules: Mapping[str, nn.Module], device: torch.device, engine: Any = None
 ) -> Declaration:
-    """What a policy declares; ``engine``, while a run lasts, knows which pin covers which module."""
+    """Return the declaration of a policy for ``modules``, whose root has the name ``""``.
+
+    ``engine`` belongs to a run under way and has resolved the pins. Without it they are resolved here.
+    """
     facts, faults = describe(device), Faults("audit")
     if engine:
         pin_map = engine.pin_map
@@ -86,7 +101,9 @@ def by_policy(
         pin_map = pins.resolve(modules[""], policy.pins, faults, policy.storage_dtype, policy.buffer_dtype)
     stored, products = pin_map.dtypes(), {id(member.module): member.pin.dtype for member in pin_map.wide}
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
-    for module in (member.module for member in pin_map.declared):  # a router's buffer says nothing of its products
+    for module in (
+        member.module for member in pin_map.declared
+    ):
         if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
             pinned[id(module)] = "fp32"
     converted: Iterable[nn.Module] = ()
@@ -114,7 +131,10 @@ def by_policy(
 
 
 def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str, nn.Module]) -> Declaration:
-    """What one of Lightning's own plugins does, as its documentation has it; nothing under its FSDP and DeepSpeed."""
+    """Return the declaration of one of Lightning's own plugins, as Lightning documents it.
+
+    For an unknown plugin, such as FSDP's and DeepSpeed's, the declaration has the pins alone.
+    """
     precision = str(plugin.precision)
     by, carried = f"{type(plugin).__name__}({precision!r})", carried_pins(modules)
     _, half = DTYPES_OF.get(precision, (None, None))
@@ -137,7 +157,7 @@ def by_stock(plugin: Precision, strategy: Strategy | None, modules: Mapping[str,
 
 
 def carried_pins(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """``pins`` and ``products`` as the modules carry them: of a plan that was applied, or of ``DtypePinning``."""
+    """Return ``pins`` and ``products`` of modules to which a plan or ``DtypePinning`` was applied."""
     states = {"pins": "_lmp_pin", "products": "_lmp_wide"}
     return {
         field: {name: dtype_name(vars(module)[key].dtype) for name, module in modules.items() if vars(module).get(key)}
@@ -147,7 +167,7 @@ def carried_pins(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing about a module that is not as declared; ``what`` is the column of the report."""
+    """A declared dtype that a module does not have. ``what`` is the column of the report."""
 
     what: str
     declared: str
@@ -157,18 +177,18 @@ class Difference:
 
 
 def joined(names: Iterable[str]) -> str | None:
-    """``"bf16, fp32"``, or ``None`` for nothing."""
+    """Return the names in one string, such as ``"bf16, fp32"``; ``None`` for no name."""
     return ", ".join(sorted(names)) or None
 
 
 def computed(seen: Observed) -> set[str]:
-    """The dtypes that tell what a module computes in: of its products, norms and look-ups, else of all it does."""
+    """Return the dtypes of the module's products, norms and look-ups; without any, of all its operators."""
     telling = [ran for ran in seen.ran if ran.kind in ("product", "norm", "lookup")]
     return {dtype for ran in telling or seen.ran for dtype in ran.dtypes}
 
 
 def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator[Difference]:
-    """What of ``seen`` is not as ``declaration`` has it for the module ``name``."""
+    """Yield the differences between ``seen`` and ``declaration`` for the module ``name``."""
     stored, pinned = declaration.stored(name), name in declaration.pins
     if "fp64" in seen.param and stored == "fp32" and not pinned:
         return  # float64 stays float64 where fp32 is stored
@@ -177,7 +197,7 @@ def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator
     half = stored == "fp32" and declaration.compute != "fp32"
     wanted, wrong, cause = _computation(name, seen, declaration)
     wrong_storage = bool(stored and judged - {stored})
-    #: column, what is declared, what was found, whether it differs, the likely cause
+    #: column, declared dtype, observed dtypes, true if they differ, likely cause
     rows: list[tuple[str, str | None, set[str], object, _Cause]] = [
         ("param", stored, judged, wrong_storage, _LOST_PIN if pinned else _NO_MASTERS if half else _CAST),
         # state follows the parameter, and mostly computation
@@ -192,7 +212,7 @@ def differences(name: str, seen: Observed, declaration: Declaration) -> Iterator
 
 
 def _fix(cause: _Cause, name: str, observed: str, declaration: Declaration) -> str:
-    """What to do, with the pin that would declare what was found where one can be written."""
+    """Return the advice of ``cause``, with the pin that would declare the observed dtype if there is one."""
     dtype = observed if cause.pin == _FOUND else cause.pin
     scaled = declaration.compute == "fp16" and declaration.autocast
     if dtype not in STORAGE_DTYPES or not name or (dtype == "fp16" and scaled and not declaration.plan):
@@ -200,11 +220,14 @@ def _fix(cause: _Cause, name: str, observed: str, declaration: Declaration) -> s
     return f"{cause.fix}, or pin it: {pinning([name], under_plan=declaration.plan, dtype=dtype)}"
 
 
-# ---------------------------------------------------------------------- what was computed
+# ---------------------------------------------------------------------- products and other operators
 
 
 def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[str | None, set[str], _Cause]:
-    """What is declared, the dtypes of what ran otherwise, and why; none of a quantized weight, whose kernel chooses."""
+    """Return the declared dtype, the observed dtypes that differ from it, and the likely cause.
+
+    A module with quantized weights has no declared dtype, because the kernel chooses it.
+    """
     wanted = None if seen.special else declaration.declared(name)
     wrong = [ran for ran in seen.ran if wanted is not None and not _as_declared(ran, name, seen, declaration, wanted)]
     computed, kinds = {dtype for ran in wrong for dtype in ran.dtypes}, {ran.kind for ran in wrong}
@@ -213,7 +236,7 @@ def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[s
     if declaration.products.get(name) == "fp8":
         return wanted, computed, _NOT_FP8
     if declaration.autocast and kinds & {"norm", "statistic"}:
-        # an operator of torch's whose weight is half too was given a cast one: a pin to fp32 would not stop that
+        # A norm operator with a half weight was given a cast weight. A pin to fp32 would not stop that.
         return "fp32", computed, _HALF_NORM if "statistic" in kinds else _HALF_NORM._replace(pin=_FOUND)
     if wanted == "tf32" or computed == {"tf32"}:
         return wanted, computed, _TF32
@@ -223,10 +246,10 @@ def _computation(name: str, seen: Observed, declaration: Declaration) -> tuple[s
 def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, wanted: str) -> bool:
     ran_in, pinned, product = set(ran.dtypes), name in declaration.pins, declaration.products.get(name)
     by_lists = declaration.autocast and not pinned
-    if product == "fp8":  # its bias and what it was given are autocast's
+    if product == "fp8":  # autocast casts its bias and its input
         wanted = "fp8" if ran.kind == "product" else declaration.compute or wanted
     if ran.kind == "product":
-        # a pin says fp32 and leaves to the run's own switch whether products of it use TF32
+        # The run's switch, not the pin to fp32, decides whether products use TF32.
         tf32 = {"tf32"} if wanted == "fp32" and declaration.tf32 is not False else set[str]()
         widened = seen.attends or product not in (
             None,
@@ -237,8 +260,8 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
     if ran.kind == "lookup":
         return ran_in <= {"fp32", declaration.stored(name), None if by_lists else wanted}
     if ran.kind == "norm" and by_lists:
-        # fp32 weights or statistics with a half input: the kernel sums in fp32, and autocast leaves it alone
-        # what comes in may be what a pinned module handed on
+        # With fp32 weights or statistics and a half input the kernel sums in fp32, and autocast casts nothing.
+        # The input may have the dtype of a pinned module before it.
         return ran_in <= {wanted, "fp32", *declaration.pins.values()} and ("fp32" in ran_in or not ran.weighted)
     if ran.kind == "norm":
         return ran_in <= {wanted, "fp32"}
@@ -246,18 +269,18 @@ def _as_declared(ran: Ran, name: str, seen: Observed, declaration: Declaration, 
     written_out = "norm" in seen.class_name.lower() and not {"product", "norm"} & {other.kind for other in seen.ran}
     if (pinned and wanted == "fp32") or (by_lists and ran.kind == "statistic" and written_out):
         return not ran_in & _HALF
-    # what pinned modules hand on may be worked with anywhere, and so may fp32
+    # Other operators may run in fp32, and in the dtypes of pinned modules before them.
     return not ran_in & (_HALF - {wanted, *declaration.pins.values()})
 
 
-# ---------------------------------------------------------------------- likely causes, and what to do
+# ---------------------------------------------------------------------- likely causes and advice
 
 
 _FOUND = "found"
 
 
 class _Cause(NamedTuple):
-    """``pin`` is a dtype that the module may be pinned to instead, or ``_FOUND`` for the one that was found."""
+    """A likely cause and its fix. ``pin``: a dtype to pin the module to instead; ``_FOUND``: the observed one."""
 
     reason: str
     fix: str

@@ -1,4 +1,4 @@
-"""What dtypes a model has and runs in, module by module, seen while it runs: operators, inputs, outputs, reductions."""
+"""Observation of a running model: dtypes of parameters, inputs, outputs, operators and reductions of each module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = Literal["product", "norm", "lookup", "statistic", "pointwise"]
 
 _CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution", "miopen_convolution")
 _RNN = ("_cudnn_rnn", "mkldnn_rnn_layer", "miopen_rnn")
-#: what torch's autocast lists run in the lower precision on every device ("Autocast Op Reference"), as it arrives here
+#: aten operators that torch's autocast lists run in the lower precision on every device ("Autocast Op Reference")
 _PRODUCTS = frozenset((
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "matmul", "_addmm_activation", "_grouped_mm", "_scaled_mm",
     "_scaled_grouped_mm", "_efficient_attention_forward", "_flash_attention_forward", *_CONVOLUTIONS, *_RNN,
@@ -35,11 +35,11 @@ _NORMS = frozenset(
 )
 _LOOKUPS = frozenset(("embedding", "embedding_bag", "_embedding_bag"))
 _STATISTICS = frozenset(("mean", "var", "var_mean", "std", "std_mean", "linalg_vector_norm", "norm", "rsqrt", "sqrt"))
-#: products that the lists name on some devices only, and what torch forgot to tag as elementwise
+#: products that the lists name on some devices only, and elementwise operators without torch's tag
 _AS_POINTWISE = frozenset(("mv", "addmv", "dot", "_trilinear", "_prelu_kernel"))
 #: the last two keep a mask finite where a pin casts it
 _COPIES = frozenset(("clone", "copy", "copy_", "fill", "fill_", "zero_", "clamp", "where"))
-#: the group's own collectives; those of ``_c10d_functional`` move activations of tensor parallelism
+#: the namespace of a process group's collectives; tensor parallelism moves activations by ``_c10d_functional``
 _COLLECTIVES = "c10d"
 #: dtypes of optimizer state by ``id`` of its parameter
 States = Mapping[int, set[str]]
@@ -52,7 +52,7 @@ _REDUCTIONS = ("allreduce", "reduce_scatter", "reduce_")
 class Ran:
     """One kind of operator in one combination of dtypes (short names, sorted).
 
-    ``weighted`` tells a norm that has weights or running statistics next to its input.
+    ``weighted`` is True for a norm that has weights or running statistics next to its input.
     """
 
     kind: Kind
@@ -61,7 +61,7 @@ class Ran:
 
 
 def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:
-    """What ``func(*args)`` was, or ``None`` where its dtype says nothing (copies, views, creation, integers)."""
+    """Return the kind and dtypes of ``func(*args)``; ``None`` for copies, views, creation and integers."""
     name, weighted = func.overloadpacket.__name__, False
     if is_product(name):
         kind, seen = "product", _products(name, args)
@@ -79,12 +79,12 @@ def read(func: Any, args: tuple[Any, ...], result: Any) -> Ran | None:
 
 
 def is_product(name: str) -> bool:
-    """Whether the aten operator multiplies matrices, attention and convolution included."""
+    """Return True if the aten operator multiplies matrices, attention and convolution included."""
     return name in _PRODUCTS or (name.startswith(("_scaled_dot_product", "scaled_dot")) and "backward" not in name)
 
 
 def _products(name: str, args: tuple[Any, ...]) -> set[str]:
-    # The factors come first; what follows (a mask, a scale) does not decide what is multiplied in.
+    # The two factors come first. Later arguments (a mask, a scale) do not decide the dtype of the product.
     factors = [item for item in args if isinstance(item, Tensor) and item.is_floating_point()][:2]
     held = {dtype_name(held_dtype(item)) for item in factors}
     if "fp32" not in held or not has_tf32(factors[0].device):
@@ -96,7 +96,7 @@ def _products(name: str, args: tuple[Any, ...]) -> set[str]:
 
 
 def dtypes(data: Any) -> set[str]:
-    """The short names of the floating dtypes in nested ``data``."""
+    """Return the short names of the floating dtypes in nested ``data``."""
     return {dtype_name(tensor.dtype) for tensor in floating_in(data)}
 
 
@@ -104,10 +104,18 @@ def dtypes(data: Any) -> set[str]:
 class Observed:
     """The dtypes seen at one module, as short names; plain data, so that ranks can exchange it.
 
-    ``trained``, ``frozen`` and ``special`` are those of its own parameters; ``special`` are tensor subclasses
-    (quantised weights), which choose their storage themselves. ``ran`` is what was computed in it, its children left
-    out. ``hidden``: inside a compiled or scripted region, where no hook can stand. ``sharded``: each rank holds a part
-    of its parameters. ``attends``: it runs torch's plain attention kernel, which makes some products in fp32 by itself.
+    Attributes:
+        class_name: the name of its class.
+        trained: dtypes of its own trained parameters.
+        frozen: dtypes of its own frozen parameters.
+        special: dtypes of its own quantized weights, which choose their storage themselves.
+        ran: the operators in its own forward, its children left out.
+        grad: dtypes of its gradients.
+        reduce: dtypes in which its gradients were summed over ranks.
+        state: dtypes of its optimizer state.
+        hidden: True inside a compiled or scripted region, where no hook can be placed.
+        sharded: True if each rank holds a part of its parameters.
+        attends: True if it runs torch's plain attention kernel, which makes some products in fp32 by itself.
     """
 
     class_name: str
@@ -126,18 +134,21 @@ class Observed:
 
     @property
     def param(self) -> set[str]:
-        """The dtypes of all its own parameters."""
+        """Return the dtypes of all its own parameters."""
         return self.trained | self.frozen | self.special
 
     def add(self, other: Observed) -> None:
-        """Add what another step, or another rank, saw of the same module."""
+        """Add the observations of another step, or of another rank, of the same module."""
         for name in ("trained", "frozen", "special", "input", "output", "ran", "grad", "reduce", "state"):
             getattr(self, name).update(getattr(other, name))
         for name in ("hidden", "sharded", "attends"):
             setattr(self, name, getattr(self, name) or getattr(other, name))
 
     def add_past(self, before: Observed, *, same: bool) -> None:
-        """Add what only shows while a step runs; without ``same``, what ran under another declaration is left out."""
+        """Add the observations of an earlier step that can only be made while a step runs.
+
+        Without ``same``, operators, gradients and state are cleared: they ran under another declaration.
+        """
         grad, state = self.grad or before.grad, self.state or before.state
         self.add(replace(before, trained=set(), frozen=set(), special=set(), grad=grad, state=state))
         for past in () if same else (self.ran, self.grad, self.state):
@@ -145,17 +156,17 @@ class Observed:
 
 
 class Watch(TorchDispatchMode):
-    """Watches the modules of a model between ``start`` and ``stop``; every hook is gone after ``stop``.
+    """Watches the modules of a model between ``start`` and ``stop``; every hook is removed by ``stop``.
 
-    ``modules`` are named as they are to be reported, the root under ``""``. ``gradient_hooks`` looks at gradients as
-    they arrive, for engines that leave none in ``.grad`` (ZeRO).
+    ``modules`` have the names of the report, the root ``""``. ``gradient_hooks`` observes gradients as they arrive,
+    for engines that leave none in ``.grad`` (ZeRO).
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Have dynamo compile as if this mode were not there: else it skips what it meets under one, for good."""
+        """Return True, so that dynamo compiles under this mode. Otherwise it would never compile those functions."""
         return True
 
     def __init__(self, modules: Mapping[str, nn.Module], *, gradient_hooks: bool = False) -> None:
@@ -170,13 +181,13 @@ class Watch(TorchDispatchMode):
         self._undo = ExitStack()
 
     def start(self, trainer: Trainer) -> None:
-        """Put the hooks in place, and look within the passes of ``trainer``."""
+        """Register the hooks, and enter this mode around the passes of ``trainer``."""
         self._undo.callback(around_passes(trainer, lambda: self))
         for name, module in self._modules.items():
             if name and not self.seen[name].hidden:
                 enter, leave = partial(self._enter, name), partial(self._leave, name)
                 self._undo.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
-                # always: a recomputed region is left by an exception once it has what it needs
+                # always_call: torch leaves a recomputed region by an exception once it has enough
                 self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
             for parameter in module.parameters(recurse=False) if self._gradient_hooks else ():
                 if parameter.requires_grad:
@@ -185,7 +196,7 @@ class Watch(TorchDispatchMode):
                     self._undo.callback(hook.remove)
 
     def stop(self) -> None:
-        """Remove every hook; may be called again."""
+        """Remove every hook. Calling it twice is safe."""
         self._undo.close()
         self._inside.clear()
         self.in_backward = False
@@ -232,9 +243,9 @@ class Watch(TorchDispatchMode):
         self.seen[name].output |= dtypes(output)
 
     def attribute_reductions(self) -> None:
-        """Tell what was reduced of each module's gradients: they travel in buckets, without names.
+        """Set ``reduce`` of each module from the dtypes of the reduced buckets, which have no names.
 
-        A whole gradient travels in its own dtype where any bucket has that; else something cast all of them.
+        A whole gradient was reduced in its own dtype if any bucket has that dtype. Otherwise all were cast.
         """
         for seen in self.seen.values():
             if seen.trained and (seen.grad or seen.sharded):
@@ -243,7 +254,7 @@ class Watch(TorchDispatchMode):
 
 
 def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module], states: States) -> None:
-    """Look at what is stored: the modules' own parameters, and their optimizer state."""
+    """Add the dtypes of the modules' own parameters and of their optimizer state to ``seen``."""
     for name, module in modules.items():
         observed, quantized = seen[name], uncastable(module)
         for parameter in module.parameters(recurse=False):
@@ -257,7 +268,7 @@ def note_parameters(seen: Mapping[str, Observed], modules: Mapping[str, nn.Modul
 
 
 def note_gradients(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module]) -> None:
-    """Look at every ``.grad``."""
+    """Add the dtypes of every ``.grad`` to ``seen``."""
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
             if parameter.grad is not None:
@@ -265,7 +276,7 @@ def note_gradients(seen: Mapping[str, Observed], modules: Mapping[str, nn.Module
 
 
 def unseen(modules: Mapping[str, nn.Module]) -> dict[str, Observed]:
-    """Nothing seen yet of any module."""
+    """Return an empty observation for each module, with its class, and whether a hook can be placed."""
     hidden: set[int] = set()  # in compiled and scripted regions, where a hook would be compiled along, and stay
     for module in modules[""].modules():
         wrapped = isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule"
@@ -277,12 +288,12 @@ def unseen(modules: Mapping[str, nn.Module]) -> dict[str, Observed]:
 
 
 def modules_of(root: nn.Module) -> dict[str, nn.Module]:
-    """Every module under its plain name; of a wrapper and what it wraps the latter."""
+    """Return every module by its plain name. A wrapper's name belongs to the inner module."""
     return {plain_name(name): module for name, module in root.named_modules()} | {"": root}
 
 
 def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
-    """Dtypes of optimizer state by ``id`` of the parameter; counts and coefficients are left out."""
+    """Return the dtypes of optimizer state by ``id`` of the parameter; counts and coefficients are left out."""
     dtypes_of: dict[int, set[str]] = {}
     for parameter, state in (pair for optimizer in optimizers for pair in _states(optimizer)):
         held = [value for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
@@ -293,7 +304,7 @@ def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
 
 def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
     parts = partitions(optimizer)
-    while hasattr(optimizer, "optimizer"):  # of DeepSpeed's, Apex's and their like the optimizer inside
+    while hasattr(optimizer, "optimizer"):  # wrappers of DeepSpeed, Apex and others hold the optimizer there
         optimizer = optimizer.optimizer
     state: Mapping[Any, Any] = optimizer.state
     if not parts:
@@ -303,7 +314,7 @@ def _states(optimizer: Any) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
 
 
 def from_all_ranks(seen: dict[str, Observed]) -> list[dict[str, Observed]]:
-    """What each rank saw, on every rank; all have to call it."""
+    """Return the observations of each rank. A collective, which every rank has to call."""
     if not dist.is_available() or not dist.is_initialized():
         return [seen]
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What an audit found, one row per module: declared and observed dtypes, as text, markdown and plain values."""
+"""The report of an audit: declared and observed dtypes of each module, as text, markdown and plain values."""
 
 import io
 import re
@@ -27,10 +27,10 @@ _STAR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRow:
-    """One module. Dtypes are short names (``"fp32"``), several where several were seen (``"bf16, fp32"``).
+    """One module. Dtypes are short names (``"fp32"``), joined if there are several (``"bf16, fp32"``).
 
-    ``None``: not observed, or in ``declared``, nothing was declared. ``compute`` is what its products, norms and
-    look-ups ran in; ``differences`` say what is not as declared, where and why.
+    ``None`` means not observed; in ``declared`` it means not declared. ``compute`` has the dtypes of its products,
+    norms and look-ups. ``differences`` has an entry for each dtype that is not as declared.
     """
 
     module: str
@@ -44,22 +44,22 @@ class AuditRow:
     optimizer_state: str | None
     ok: bool
     differences: tuple[Difference, ...] = ()
-    #: ranks on which it differs, where that is not all of them
+    #: the ranks on which it differs; empty if it differs on all of them, or on none
     ranks: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, as plain values."""
+        """Return every field as plain values."""
         values = asdict(self)
         return {**values, "differences": list(values["differences"]), "ranks": list(self.ranks)}
 
     @property
     def starred(self) -> bool:
-        """Whether it computes in something else than declared, rightly so."""
+        """True if it computes in another dtype than declared, and may do so."""
         return self.ok and self.declared is not None and self.compute not in (self.declared, None)
 
     def cells(self) -> list[str]:
-        """The columns of a table next to the module's name."""
-        # torch's lists decide, where fp32 weights are declared to be computed with in half precision
+        """Return the cells of the table after the module's name."""
+        # The declared half precision leaves operators to torch's lists, which run them in fp32.
         by_lists = " (autocast)" if self.starred and self.compute == "fp32" == self.param else ""
         notes = {"declared": by_lists, "compute": "*" if self.starred else ""}
         return [(getattr(self, column) or "-") + notes.get(column, "") for column in _COLUMNS]
@@ -69,8 +69,9 @@ class AuditRow:
 class AuditReport:
     """Declared against observed dtypes, a row for every module with parameters of its own.
 
-    A module without any has a row where it multiplies in another dtype than declared. ``declared_by`` names the plan or
-    the plugin, ``where`` step and device; ``notes`` say what could not be seen, and what a device cannot do.
+    A module without parameters has a row only if it multiplies in another dtype than declared. ``declared_by`` names
+    the plan or the plugin, ``where`` the step and the device. ``notes`` name parts that could not be observed, and
+    settings that the device ignores.
     """
 
     rows: tuple[AuditRow, ...]
@@ -80,22 +81,22 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every module is as declared."""
+        """True if every module is as declared."""
         return all(row.ok for row in self.rows)
 
     @property
     def summary(self) -> str:
-        """One line: how many modules are as declared, by whom, and where that was seen."""
+        """Return one line: the number of modules as declared, the plan or plugin, and the step."""
         wrong = sum(not row.ok for row in self.rows)
         count = counted(len(self.rows), "module")
         verdict = f"{count}, all as declared" if not wrong else f"{wrong} of {count} not as declared"
         return f"{verdict} by {self.declared_by}" + (f" ({self.where})" if self.where else "")
 
     def to_text(self, width: int = 110) -> str:
-        """The table for a terminal of ``width`` characters; repeated layers that are alike share a line."""
+        """Return the table for a terminal of ``width`` characters. Layers with equal cells share a line."""
         rows = [[f"{' ' if row.ok else '!'} {name}", *row.cells()] for name, row in self._lines()]
         columns = {head: [row[place] for row in rows] for place, head in enumerate(_HEADS)}
-        narrow = width < _WIDE and len(rows) > 1  # it has no room for what is said of every module alike
+        narrow = width < _WIDE and len(rows) > 1  # no room for columns that are equal in every row
         alike = [f"{head} {cells[0]}" for head, cells in columns.items() if narrow and len(set(cells)) == 1]
         columns = {head: cells for head, cells in columns.items() if not (narrow and len(set(cells)) == 1)}
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -111,7 +112,7 @@ class AuditReport:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def to_markdown(self) -> str:
-        """The same as a markdown table, with what differs and the notes below it."""
+        """Return the report as a markdown table, with the differences and the notes below it."""
         heads = [*_HEADS, "ok"]
         rows = [[f"`{name}`", *row.cells(), "yes" if row.ok else "**no**"] for name, row in self._lines()]
         table = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
@@ -128,7 +129,7 @@ class AuditReport:
         return [*([_STAR] if any(row.starred for row in self.rows) else []), *self.notes]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values: what ``audit.json`` holds."""
+        """Return the report as plain values, as in ``audit.json``."""
         about = {"declared_by": self.declared_by, "where": self.where, "notes": list(self.notes)}
         return {"ok": self.ok, "summary": self.summary, **about, "rows": [row.to_dict() for row in self.rows]}
 
@@ -136,16 +137,16 @@ class AuditReport:
         """Raise if any module differs.
 
         Raises:
-            PlanError: every module that differs, with what was declared, what was found, why, and what to do.
+            PlanError: one fault for each difference: declared dtype, observed dtype, likely cause and fix.
         """
         self._faults().raise_if_any()
 
     def explanation(self) -> str:
-        """Every module that differs, with what was declared, what was found, why, and what to do; else empty."""
+        """Return one numbered line for each difference, with its likely cause and fix; empty without any."""
         return "\n".join(f"  {number}. {fault}" for number, fault in enumerate(self._faults().found, start=1))
 
     def _faults(self) -> Faults:
-        """Those of modules that differ in the same way are one."""
+        """Return one fault for each difference. Modules with equal differences share one."""
         faults, groups = Faults("PrecisionAudit"), defaultdict[Any, list[str]](list)
         for row in self.rows:
             groups[row.differences, row.ranks].append(_shown(row.module))
@@ -174,7 +175,7 @@ _WITH = {
 }
 #: names that are written out
 _NAMES = 12
-#: the number of a layer; one at the end is left alone: what a ``Sequential`` holds need not be alike
+#: the number of a layer within a name, not at its end: the children of a ``Sequential`` may be of several classes
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -183,7 +184,10 @@ def _shown(module: str) -> str:
 
 
 def grouped(keys: Mapping[str, Hashable]) -> list[tuple[str, str]]:
-    """Names of equal keys that differ in the numbers of layers alone as one, with how many; each with the first."""
+    """Group names that have equal keys and differ in the numbers of layers alone.
+
+    Return, for each group, the text to show (``"layers.*.norm (2)"``) and the first name.
+    """
     groups = defaultdict[Any, list[str]](list)
     for name, key in keys.items():
         groups[_INDEX.sub("*", name), key].append(name)
@@ -196,7 +200,7 @@ def grouped(keys: Mapping[str, Hashable]) -> list[tuple[str, str]]:
 def build(
     declaration: Declaration, ranks: Sequence[Mapping[str, Observed]], *, where: str = "", notes: Sequence[str] = ()
 ) -> AuditReport:
-    """Judge what each rank saw; a module's row shows what all of them did."""
+    """Judge the observations of each rank. The row of a module joins the observations of all ranks."""
     rows: list[AuditRow] = []
     for name, first in ranks[0].items():
         seen = [rank[name] for rank in ranks if name in rank]
