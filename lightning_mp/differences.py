@@ -1,4 +1,4 @@
-"""``first_difference``: of two plans, or of eager and compiled, the first module that computes something else."""
+"""``first_difference``: the first module that differs between two plans, or between eager and compiled code."""
 
 import math
 import warnings
@@ -19,19 +19,19 @@ from lightning_mp.pin_advice import HARMFUL, ROUNDOFF, Call, PolicyCopy
 from lightning_mp.plan.engine import NOTHING
 from lightning_mp.plan.plan import MixedPrecisionPlan
 
-#: in roundoffs, what a format explains: of fp32, whose sums another kernel makes in another order, some more
+#: the difference, in roundoffs, that rounding explains. fp32 has more: kernels may sum in another order.
 EXPLAINED = {"fp32": 64.0, "bf16": HARMFUL, "fp16": HARMFUL}
-#: for each part, in roots of a roundoff; measured in a ResNet: up to 1.6
+#: the same for a gradient through several parts, in roots of a roundoff for each; a ResNet has up to 1.6
 _FLIPS = 3.0
-#: a gradient whose numbers are below this share of the module's largest one's is rounding alone
+#: gradients below this share of the module's largest one are not compared: they consist of rounding
 ROUNDING_ALONE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """A module whose ``part`` (forward or backward) differs, on the same inputs, by ``error`` roundoffs of the format.
+    """A module whose ``part`` (forward or backward) differs by ``error`` roundoffs, on the same inputs.
 
-    ``operator`` is the first that differs in the dtype of what it gives, ``dtypes`` are those of both sides.
+    ``operator`` is the first one whose result has another dtype on each side; ``dtypes`` are these two.
     """
 
     module: str
@@ -44,16 +44,20 @@ class DifferenceRow:
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """What :func:`first_difference` found, in the order of the forward pass, then of the backward pass; printable."""
+    """The result of :func:`first_difference`. ``str`` gives a table.
+
+    ``rows`` are in the order of the forward pass, then of the backward pass; empty if nothing differs.
+    """
 
     sides: tuple[str, str]
     rows: tuple[DifferenceRow, ...]
-    #: modules that were compared, and those that do not run by themselves, with what they said
+    #: the number of compared modules
     compared: int
+    #: modules that cannot run alone, with the error of each
     left_out: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the result as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -75,18 +79,20 @@ def first_difference(
 ) -> FirstDifference:
     """Compare each module under plan ``a`` with itself under ``b``, on the inputs that it gets under ``a``.
 
-    A module that only hands on what came in different is therefore none that differs. In the backward pass each gets
-    the same random gradients. Copies of ``module`` run, with dropout off; ``module`` and the generators are as before.
+    So a module that only passes on a different input does not count as different. In the backward pass both get the
+    same random gradients. Copies of ``module`` run, with dropout off. ``module`` and the random generators stay as
+    they are.
 
     Args:
         module: a LightningModule, whose ``training_step`` runs, or a module that takes the batch.
         batch: a batch, as the loop draws it.
         a: a plan, or its precision.
-        b: the other; the same where eager and compiled are compared.
+        b: the other plan; equal to ``a`` to compare eager and compiled code.
         compile: the backend of ``torch.compile`` that runs each module of ``b``, such as ``"aot_eager"``.
 
     Raises:
-        PlanError: a plan under which the module cannot run, one in FP8, two equal ones without ``compile``.
+        PlanError: the module cannot run under a plan, a plan is FP8 or ``auto``, or both are equal without
+            ``compile``.
     """
     plans = [one if isinstance(one, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(one) for one in (a, b)]
     device = next((one.device for one in module.parameters()), torch.device("cpu"))
@@ -108,12 +114,15 @@ def first_difference(
 
 
 class _Side(PolicyCopy):
-    """A copy whose modules are called one by one, compiled where there is a ``backend``."""
+    """A copy whose modules are called one by one, compiled if there is a ``backend``."""
 
     subject, backend = "first_difference", ""
 
     def results(self, name: str, given: Any, watch: Any = NOTHING) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What one module makes of its inputs, and for random gradients of that those of inputs and parameters."""
+        """Run one module and return its outputs, and the gradients of its inputs and parameters.
+
+        The gradients of its outputs are random, equal in each call.
+        """
         module = self.named[name]
         if self.backend:
             torch.compiler.reset()  # each module is compiled as if it were alone
@@ -129,7 +138,7 @@ class _Side(PolicyCopy):
 
 
 class _Comparison:
-    """Runs ``a`` once, and each module of both sides on what ``a``'s gets."""
+    """Runs ``a`` once, then each module of both sides on the inputs that it had in ``a``."""
 
     def __init__(self, a: _Side, b: _Side, batch: Any) -> None:
         self._sides = self._a, self._b = a, b
@@ -146,13 +155,13 @@ class _Comparison:
             dtypes[call.name].append([tensor.dtype for tensor in floating_in(call.given)])
         with a.recorded(names) as calls:
             a.run(batch)
-        #: what was compared, in the order of the forward pass
+        #: the compared modules, in the order of the forward pass
         self.calls = list(dict.fromkeys(call.name for call in calls))
         for call in calls:
             self._compare(call, dtypes[call.name])
 
     def rows(self) -> Iterator[DifferenceRow]:
-        """The innermost modules that differ, in the order of the forward pass, then of the backward pass."""
+        """Yield the innermost modules that differ, in the order of the forward pass, then of the backward pass."""
         for part in ("forward", "backward"):
             names = [name for name in self.calls if (name, part) in self._differs]
             innermost = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
@@ -171,11 +180,11 @@ class _Comparison:
             self.left_out.setdefault(name, one_line(error))
 
     def _explained(self, name: str, part: str, terms: float) -> float:
-        """How many roundoffs the format explains: those of a module's parts add up as random numbers do.
+        """Return the number of roundoffs that rounding explains. Errors of a module's parts add like random numbers.
 
-        A gradient has been through two passes; between parts, rounding flips a few of a ReLU's signs, which moves it by
-        the root of a roundoff. A CPU's LayerNorm sums a weight's gradient in half precision: n terms err by 0.3 to 1.01
-        of their root (measured for 64 to 65,536).
+        A gradient has been through two passes. Between parts, rounding flips a few signs before a ReLU, which moves
+        the gradient by the root of a roundoff. A CPU's LayerNorm sums the gradient of its weight in half precision:
+        the error of n terms is 0.3 to 1.01 times the root of n (measured for 64 to 65,536).
         """
         parts = max(1, sum(not any(module.children()) for module in self._a.named[name].modules()))
         explained = self._limit * math.sqrt(parts)
@@ -184,7 +193,7 @@ class _Comparison:
         return max(2 * explained, 2 * math.sqrt(terms), _FLIPS * math.sqrt(parts / self._unit) if parts > 1 else 0.0)
 
     def _errors(self, name: str, inputs: tuple[Any, Any]) -> Iterator[tuple[str, float, float]]:
-        """For outputs, gradients of inputs and of parameters: the part, the error, and how many terms are summed."""
+        """Yield (part, error, summed terms) for the outputs, the gradients of inputs, and those of parameters."""
         ours, theirs = (side.results(name, given) for side, given in zip(self._sides, inputs, strict=True))
         forward, backward = (_relative(*pair) for pair in zip(ours, theirs, strict=True))
         leaves = floating_in(inputs[0])
@@ -197,7 +206,10 @@ class _Comparison:
         yield "backward", max(backward[len(leaves) :], default=0.0) / self._unit, terms
 
     def _operators(self, name: str, inputs: tuple[Any, Any], part: str) -> tuple[str, tuple[str, str]]:
-        """The first operators whose results have two dtypes, and these; of a compiled module none are seen."""
+        """Return the first operators whose results have two dtypes, and these dtypes.
+
+        The operators of a compiled module cannot be observed: the dtypes are empty then.
+        """
         if self._b.backend:
             return f"compiled by {self._b.backend}", ("", "")
         seen: list[list[tuple[str, str]]] = []
@@ -213,7 +225,7 @@ class _Comparison:
 
 
 def _rounded(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
-    """The inputs of both sides, rounded to the coarser of the two dtypes that each has in their runs."""
+    """Return the inputs of both sides. Each is rounded to the coarser dtype that it has in the two runs."""
     ours = [tensor.dtype for tensor in floating_in(given)]
     coarse = [max(pair, key=lambda dtype: torch.finfo(dtype).eps) for pair in zip(ours, theirs, strict=True)]
 
@@ -221,7 +233,7 @@ def _rounded(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
         turn = zip(coarse, dtypes, strict=True)
 
         def rounded(tensor: Tensor) -> Tensor:
-            # a mask of fp32's lowest number would be -inf in bf16, and a row of it NaN
+            # The range is kept, because a mask of fp32's lowest number would be -inf in bf16, and its row NaN.
             return reduce(cast_within_range, next(turn), tensor.detach()) if tensor.is_floating_point() else tensor
 
         return map_tensors(given, rounded)
@@ -229,12 +241,12 @@ def _rounded(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
     return cast_each(ours), cast_each(theirs)
 
 
-#: what computes nothing, and what the gradients are made by
+#: operators that compute nothing, and the one that makes the random gradients
 _MOVES = ("_to_copy", "clone", "copy_", "detach", "randn")
 
 
 class _Operators(TorchDispatchMode):
-    """Notes each operator that computes something and the dtype of its result, in forward and in backward."""
+    """Records each operator that computes something and the dtype of its result, in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +261,10 @@ class _Operators(TorchDispatchMode):
 
 
 def _relative(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> list[float]:
-    """The relative difference of each two tensors; what is small is held against the others."""
+    """Return the relative difference of each pair; NaN counts as infinite, an absent tensor as equal.
+
+    A tensor that is small beside the largest one is compared with a share of that one.
+    """
     pairs = [
         (torch.zeros(0),) * 2 if one is None or two is None else (one.float(), two.float())
         for one, two in zip(ours, theirs, strict=True)

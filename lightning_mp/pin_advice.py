@@ -1,4 +1,4 @@
-"""``suggest_pins``: which modules to pin to fp32, found by comparing outputs and gradients with those of fp32."""
+"""``suggest_pins``: the modules to pin to fp32, measured by comparing outputs and gradients with fp32's."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ if TYPE_CHECKING:
 
 #: half a unit in the last place of a number in the format, relative to it
 ROUNDOFF = {name: torch.finfo(dtype).eps / 2 for name, dtype in TORCH_DTYPES.items()}
-#: a module's own error, in roundoffs, above which it is flagged. Measured: healthy up to 1.9, harmful from 9.5 on. That
-#: of its gradients is in roots of a roundoff, by which they move where rounding turns a ReLU on or off: healthy up to 2
+#: a module's own error, in roundoffs, above which it is flagged. Measured: healthy up to 1.9, harmful from 9.5 on.
+#: The error of its gradients is in roots of a roundoff, because rounding turns a ReLU on or off: healthy up to 2.
 HARMFUL = 4.0
-#: the share of the parameters that pins may cover, more is no pin but fp32; and where gradients alone err, of which
-#: in a deep net every part does a little
+#: the largest share of the parameters that pins may cover: more would be fp32, not pins. The second is for errors that
+#: only gradients show, to which every part of a deep net contributes a little.
 SHARE, SHARE_BACK = 0.95, 0.5
-#: an error of the gradients up to which it is rounding alone: in roundoffs, or as a number, whichever is larger
+#: the error of gradients that rounding alone explains: in roundoffs, or as a number, whichever is larger
 ORDINARY, LEAST = 10.0, 0.02
-#: a gradient below this share of the median is rounding alone (a bias before a BatchNorm), and is left out
+#: gradients below this share of the median are left out: they consist of rounding (a bias before a BatchNorm)
 ROUNDING_ALONE = 1e-4
-#: the share of a class's modules that has to do harm before the class is pinned instead of the modules
+#: the share of harmful modules of a class from which the class is pinned instead of the modules
 KIND = 0.7
-#: a row's error under FP8, of itself, above which its layer is flagged: healthy layers have up to 0.07
+#: the relative error of a row under FP8 above which its layer is flagged: healthy layers have up to 0.07
 HARMFUL_FP8 = 0.25
-#: how many patterns are tried at most; each costs a backward pass of every batch
+#: the largest number of patterns that are tried; each costs a backward pass of every batch
 TRIED = 12
-#: how many powers of 16 below the lowest scale of the plan's rule are tried
+#: the number of powers of 16 that are tried below the lowest scale of the plan's rule
 LOWER = 6
-#: how many pairs of runs confirm what is suggested, and of how many steps
+#: the number of pairs of runs that confirm a suggestion, and their steps
 SEEDS, STEPS = 4, 40
 
 #: gradients of a batch by parameter name
@@ -70,8 +70,9 @@ Gradients = dict[str, Tensor]
 class PinRow:
     """One suggested pin, or a layer to leave out of FP8.
 
-    ``modules`` and ``params`` are the numbers of modules with parameters, and of parameters, that it covers;
-    ``error_before`` is the error of the gradients without this row, ``error_after`` with it, both with the others.
+    ``modules`` and ``params`` are the numbers of covered modules with parameters, and of covered parameters.
+    ``error_before`` is the error of the gradients without this row, ``error_after`` the error with it. The other rows
+    apply in both.
     """
 
     pattern: str
@@ -84,41 +85,42 @@ class PinRow:
 
 @dataclass(frozen=True, slots=True)
 class PinAdvice:
-    """What :func:`suggest_pins` found; printing it gives a table, the pins to paste, and what they cost.
+    """The result of :func:`suggest_pins`. ``str`` gives a table, the pins to paste, and their cost in bytes.
 
-    Errors are between 0 and 1: the root mean square, over parameters and batches, of the relative difference between
-    the plan's gradient and fp32's, each at most 1.
+    Errors are between 0 and 1. They are the root mean square, over parameters and batches, of the relative difference
+    between the plan's gradient and fp32's. Each difference counts as 1 at most.
     """
 
     rows: list[PinRow]
     error_before: float
     error_after: float
     policy: PrecisionPolicy
-    #: where the plan is FP8: layers that are worth leaving out of it, and the errors under FP8 without and with that
+    #: layers to leave out of FP8; empty if the plan has no FP8
     fp8_rows: tuple[PinRow, ...] = ()
+    #: errors under FP8 without and with ``fp8_rows``; ``None`` if the plan has no FP8
     fp8_errors: tuple[float, float] | None = None
-    #: where the backward pass overflows at every scale of the plan's rule, and no pin helps: the scale that would do
+    #: a loss scale that works, if the backward pass overflows at every scale of the plan's rule and no pin helps
     scale: float | None = None
-    #: the runs with and without what is suggested, where they were asked for
+    #: the runs with and without the suggestion; ``None`` without ``confirm=True``, or without a suggestion
     comparison: Comparison | None = None
 
     @property
     def pins(self) -> dict[str, str]:
-        """Pattern to dtype, most harmful first; empty where there is nothing to gain."""
+        """Return pattern to dtype, most harmful first; empty if no pin helps."""
         return {row.pattern: row.dtype for row in self.rows}
 
     @property
     def fp8_skip(self) -> tuple[str, ...]:
-        """Names for ``FP8(skip=...)``, besides the plan's own."""
+        """Return names for ``FP8(skip=...)``, besides the plan's own."""
         return tuple(row.pattern for row in self.fp8_rows)
 
     @property
     def confirmed(self) -> bool | None:
-        """Whether runs without what is suggested end with a higher loss; ``None`` where none were asked for."""
+        """True if runs without the suggestion end with a higher loss; ``None`` if none were made."""
         return None if self.comparison is None else self.comparison.verdict == "worse"
 
     def suggested(self) -> PrecisionPolicy:
-        """The plan's policy with everything that is suggested."""
+        """Return the plan's policy with the suggested pins, FP8 layers and loss scale."""
         pins = (*(Pin(row.pattern, row.dtype) for row in self.rows), *self.policy.pins)
         fp8, rule = self.policy.fp8, self.policy.loss_scaling
         if fp8 is not None:
@@ -128,7 +130,7 @@ class PinAdvice:
         return replace(self.policy, pins=pins, fp8=fp8, loss_scaling=rule)
 
     def to_dict(self) -> dict[str, Any]:
-        """``pins`` and ``rows``, as plain values; ``fp8_skip``, ``scale`` and ``confirmed`` where there are any."""
+        """Return ``pins`` and ``rows`` as plain values; ``fp8_skip``, ``scale`` and ``confirmed`` if there are any."""
         plain: dict[str, Any] = {"pins": self.pins, "rows": [asdict(row) for row in self.rows]}
         if self.fp8_errors is not None:
             plain |= {"fp8_skip": list(self.fp8_skip), "fp8_rows": [asdict(row) for row in self.fp8_rows]}
@@ -196,23 +198,24 @@ def suggest_pins(
 ) -> PinAdvice:
     """Find the fewest modules that, pinned to fp32, bring the plan's gradients as near to fp32's as rounding allows.
 
-    Under FP8 also the layers that are better left out of it; where a finite loss has infinite gradients and no pin
-    helps, the loss scale that would do. Copies of ``module`` run forward and backward on its device, about ten passes a
-    batch and more where something is wrong; the gradients of every batch are kept. ``module`` and the generators are as
-    before. Dropout is off.
+    Under FP8 also find the layers to leave out of it. If a finite loss has infinite gradients and no pin helps, find a
+    loss scale that works. Copies of ``module`` run forward and backward on its device: about ten passes a batch, more if
+    modules are harmful. The gradients of every batch are kept in memory. Dropout is off. ``module`` and the random
+    generators stay as they are.
 
     Args:
         module: a LightningModule, whose ``training_step`` returns the loss, or a module that returns one.
-        batches: as the loop draws them; at most ``steps`` are.
-        plan: a plan, or its precision; its pins stay. FP8 is emulated where the device has none.
-        steps: how many batches at most.
-        tolerance: a pin is left out where that gives up no more than this part of what the pins gain.
-        max_pins: how many pins at most, and layers to leave out of FP8.
-        confirm: train copies with and without what is suggested, by ``compare``: 4 pairs of runs of 40 steps on the
-            batches drawn, in another order each. It needs a LightningModule.
+        batches: an iterable of batches, as a DataLoader gives them. At most ``steps`` are drawn.
+        plan: a plan, or its precision. Its own pins stay. FP8 is emulated if the device has no units for it.
+        steps: the largest number of batches.
+        tolerance: a pin is dropped if the others keep all but this share of the gain.
+        max_pins: the largest number of pins, and of layers to leave out of FP8.
+        confirm: train copies with and without the suggestion, by ``compare``: 4 pairs of runs of 40 steps on the
+            drawn batches, each pair in another order. It needs a LightningModule.
 
     Raises:
-        PlanError: no batch, no scalar loss, gradients not finite in fp32 either, a plan that the module cannot have.
+        PlanError: a bad argument, no batch, no scalar loss, gradients that are not finite in fp32 either, or a plan
+            that cannot run on the module.
     """
     plan = plan if isinstance(plan, MixedPrecisionPlan) else MixedPrecisionPlan.from_config(plan)
     first = next(module.parameters(), None)
@@ -239,8 +242,8 @@ def suggest_pins(
 
 
 def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], device: torch.device) -> PinAdvice:
-    """The advice with the runs that tell whether it lowers the loss."""
-    from lightning_mp.comparison.compare import compare  # here: it loads what draws its pages
+    """Return the advice with a comparison of runs with and without it."""
+    from lightning_mp.comparison.compare import compare  # here, because it loads the drawing of pages
 
     def loader() -> DataLoader[Any]:
         return DataLoader(cast("Any", batches), batch_size=None, shuffle=True, collate_fn=deepcopy)
@@ -252,7 +255,7 @@ def _confirmed(advice: PinAdvice, module: LightningModule, batches: list[Any], d
 
 
 class Call(NamedTuple):
-    """One call of a module: copies of arguments and keywords, and by index the gradients of its outputs, once known."""
+    """A call of a module: copies of its arguments and keywords, and the gradients of its outputs by index."""
 
     name: str
     given: Any
@@ -260,7 +263,11 @@ class Call(NamedTuple):
 
 
 class PolicyCopy:
-    """A copy of a module as it runs under a policy, each time from the same random numbers; PlanError if it cannot."""
+    """A copy of a module under a policy. Each run begins with the same random numbers.
+
+    Raises:
+        PlanError: the policy cannot run on the module.
+    """
 
     subject = "suggest_pins"
 
@@ -279,7 +286,7 @@ class PolicyCopy:
                 config.use_cache = False
 
     def run(self, batch: Any) -> Any:
-        """What the whole step returns."""
+        """Run the step and return its result."""
         set_rng_state(self._rng, self.device)
         batch = move_data_to_device(deepcopy(batch), self.device)
         autocast = self.policy.compute_dtype if self.policy.mixed else None
@@ -287,7 +294,7 @@ class PolicyCopy:
 
     @contextmanager
     def recorded(self, names: Iterable[str]) -> Generator[list[Call]]:
-        """Within, every call of the modules of those names is noted, inner ones first."""
+        """Within, record every call of the named modules, inner ones first."""
         calls, waiting = list[Call](), dict[str, Any]()
 
         def begins(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -314,9 +321,9 @@ class PolicyCopy:
         gradients_of: Callable[[list[Tensor]], dict[int, Tensor]],
         watch: AbstractContextManager[Any] = NOTHING,
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs of one of its modules, compiled or not, and the gradients of its inputs and parameters.
+        """Run one module and return its outputs, and the gradients of its inputs and parameters.
 
-        ``given`` are positional arguments and keywords; ``gradients_of`` outputs are those of some, by index.
+        ``given`` is (arguments, keywords). ``gradients_of(outputs)`` returns the gradients of some outputs, by index.
         """
         leaves: list[Tensor] = []
 
@@ -356,7 +363,7 @@ class _Search:
         self._given, self.policy = policy, replace(policy, precision=precision, fp8=None, checkpointing=None)
         #: the policies under which a finite loss has infinite gradients, at every scale of their rule
         self._stuck: set[PrecisionPolicy] = set()
-        #: of a policy, the lowest scale that its gradients needed
+        #: by policy, the lowest scale that its gradients needed to be finite
         self._needed: dict[PrecisionPolicy, float] = {}
         self._reference = PrecisionPolicy(precision="32-true")
         self._errors: dict[PrecisionPolicy, float | None] = {}
@@ -377,7 +384,10 @@ class _Search:
         return loss.reshape(()).float()
 
     def _gradients(self, policy: PrecisionPolicy) -> Iterator[Gradients]:
-        """Of each batch in fp32, unscaled; under fp16 from the highest scale at which they are finite."""
+        """Yield the unscaled gradients of each batch, in fp32.
+
+        Under fp16 they come from the highest scale at which they are finite.
+        """
         copied = self._copy(policy)
         named = {name: parameter for name, parameter in copied.root.named_parameters() if parameter.requires_grad}
         scales = [1.0] if policy.loss_scaling is None else _scales(policy.loss_scaling)
@@ -397,7 +407,10 @@ class _Search:
             yield gradients
 
     def error(self, policy: PrecisionPolicy, *, raises: bool = False) -> float | None:
-        """The error of the gradients under a policy, 0 to 1; ``None`` where the module does not run under it."""
+        """Return the error of the gradients under a policy, from 0 to 1. Errors are kept.
+
+        ``None`` if the module does not run under it; with ``raises`` the module's exception instead.
+        """
         if policy not in self._errors:
             try:
                 self._errors[policy] = _distance(self._exact, self._gradients(policy))
@@ -408,7 +421,7 @@ class _Search:
         return self._errors[policy]
 
     def _own_errors(self, policy: PrecisionPolicy, *, back: bool) -> dict[str, float]:
-        """By name, the largest error of a module's calls beyond its inputs': of outputs, or of gradients."""
+        """Return by name the largest error that a module adds to its inputs': in outputs; with ``back``, in gradients."""
         errors: dict[str, float] = {}
         for batch in self._batches[:2]:
             exact, planned = self._copy(self._reference), self._copy(policy)
@@ -417,13 +430,13 @@ class _Search:
             for call in self._calls(exact, batch, wanted, back=back):
                 try:
                     error = self._own_error(exact, planned, call)
-                except Exception:  # a module that cannot be called by itself, or with rounded inputs
+                except Exception:  # the module cannot be called alone, or with rounded inputs
                     error = 0.0
                 errors[call.name] = max(errors.get(call.name, 0.0), error)
         return errors
 
     def _calls(self, exact: PolicyCopy, batch: Any, wanted: Sequence[str], *, back: bool) -> list[Call]:
-        """Every call of the modules ``wanted`` in a step in fp32; ``back``: with gradients."""
+        """Return every call of the named modules in a step in fp32; with ``back`` their gradients too."""
         with exact.recorded(wanted) as calls:
             loss = self._loss(exact, batch)
         if back:
@@ -451,7 +464,7 @@ class _Search:
         return max((_relative(*pair) / roundoff for pair in outputs), default=0.0)
 
     def advice(self) -> PinAdvice:
-        """The pins, each with the error without and with it; the layers to leave out of FP8, or the scale, likewise."""
+        """Return the advice: pins and layers to leave out of FP8, each with its errors, or a loss scale."""
         before = cast("float", self.error(self.policy, raises=True))
         rows: list[PinRow] = []
         if before > max(LEAST, ORDINARY * ROUNDOFF[self.policy.compute_dtype]):
@@ -468,7 +481,7 @@ class _Search:
         return rows if covered <= share * whole else []
 
     def _scale(self, before: float) -> float | None:
-        """The highest scale, below those of the rule, at which gradients of a finite loss do not overflow."""
+        """Return the highest scale, below those of the rule, that at least halves the error; ``None`` without one."""
         rule = self.policy.loss_scaling
         if rule is None or self.policy not in self._stuck:
             return None
@@ -480,7 +493,7 @@ class _Search:
         return None
 
     def _without_fp8(self, advice: PinAdvice) -> PinAdvice:
-        """With the layers that are better left out of FP8, all else as advised."""
+        """Return the advice with the layers to leave out of FP8. The other suggestions apply while they are measured."""
         policy = replace(advice.suggested(), checkpointing=None)
         rule = cast("FP8", policy.fp8)
         rule = replace(rule, emulate=rule.emulate or self._device.type != "cuda")
@@ -496,14 +509,18 @@ class _Search:
     def _rows(
         self, policy: PrecisionPolicy, changed: Callable[[Sequence[str]], PrecisionPolicy], *, back: bool
     ) -> list[PinRow]:
-        """Patterns of what does harm that together halve the error at least, without those that can go."""
+        """Return the harmful patterns, most harmful first. Patterns that gain little are left out.
+
+        An empty list if all of them together do not halve the error. ``changed(patterns)`` returns the policy with
+        them.
+        """
         in_fp8, own = policy.fp8 is not None, self._own_errors(policy, back=back)
         flagged = {name: error for name, error in own.items() if error > (HARMFUL_FP8 if in_fp8 else HARMFUL)}
         innermost = [name for name in flagged if not any(other.startswith(f"{name}.") for other in flagged)]
         named = [(name, module) for name, module in named_submodules(self._module) if not in_fp8 or name in own]
         patterns = _patterns(sorted(innermost, key=lambda name: -flagged[name]), named, by_class=not in_fp8)
         kept = [pattern for pattern in patterns[:TRIED] if self.error(changed([pattern])) is not None]
-        # All together first: where two heads overflow, pinning one alone does not help.
+        # All together first, because pinning one head alone does not help if two heads overflow.
         before, best = self.error(policy), self.error(changed(kept))
         if not kept or before is None or best is None or best > before / 2:
             return []
@@ -527,7 +544,7 @@ class _Search:
 
 
 def _scales(rule: LossScaling) -> list[float]:
-    """The scales that the rule may come down to, highest first: every sixteenth, and its floor."""
+    """Return scales that the rule can fall to, highest first: each a sixteenth of the last, and the floor."""
     floor = max(rule.floor, 2.0**-40)
     return [*(scale for power in range(40) if (scale := rule.init_scale / 16**power) > floor), floor]
 
@@ -541,7 +558,10 @@ def _finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _distance(exact: Sequence[Gradients], measured: Iterable[Gradients]) -> float:
-    """The root mean square of the relative differences, each at most 1, without gradients that are rounding alone."""
+    """Return the root mean square of the relative differences, each 1 at most.
+
+    Gradients that consist of rounding are left out. Without any gradient it is 0.
+    """
     squares: list[float] = []
     for theirs, ours in zip(exact, measured, strict=True):
         norms = {name: gradient.norm().item() for name, gradient in theirs.items()}
@@ -554,7 +574,11 @@ def _distance(exact: Sequence[Gradients], measured: Iterable[Gradients]) -> floa
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference over that of ``theirs``, where those are finite; infinite where ``ours`` is not."""
+    """Return the norm of the difference relative to the norm of ``theirs``.
+
+    Entries that are not finite in ``theirs`` are left out. It is infinite if another entry of ``ours`` is not finite,
+    and 0 if the shapes differ or ``theirs`` is 0.
+    """
     if ours.shape != theirs.shape:
         return 0.0
     known = theirs.isfinite()
@@ -566,7 +590,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _relative_rows(ours: Tensor, theirs: Tensor) -> float:
-    """The root mean square, over rows that are not zero, of the relative differences, each at most 1."""
+    """Return the root mean square of the relative differences of rows, each 1 at most; zero rows are left out."""
     ours, theirs = (tensor.float().reshape(-1, tensor.shape[-1]) for tensor in (ours, theirs))
     norms = theirs.norm(dim=1)
     errors = ((ours - theirs).norm(dim=1) / norms)[norms > 0].nan_to_num(1.0, 1.0).clamp(max=1.0)
@@ -574,7 +598,10 @@ def _relative_rows(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _patterns(harmful: Sequence[str], named: Sequence[tuple[str, nn.Module]], *, by_class: bool) -> list[str]:
-    """Patterns of the harmful, worst first: the class, or the name's last part, where most of that do harm."""
+    """Return patterns for the harmful names, in their order.
+
+    A class, or the last part of a name, stands for all its modules if most of them are harmful (``KIND``).
+    """
     classes = {name: original_class(module).__name__ for name, module in named if has_own_forward(module)}
 
     def pattern(name: str) -> str:

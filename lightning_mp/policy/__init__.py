@@ -1,4 +1,4 @@
-"""What may be written in a plan: pure data and its rules, without torch, so that a config can be checked anywhere."""
+"""The fields of a plan: pure data and its rules. It imports no torch, so a config can be checked anywhere."""
 
 from lightning_mp.policy.pieces import FP8, STORAGE_DTYPES, Checkpointing, LossScaling, NonFinite, Pin
 from lightning_mp.policy.precision_policy import PRECISIONS, PrecisionPolicy, precision_word

@@ -1,4 +1,4 @@
-"""What devices can do, and which precision suits them: rules and data sheets, no torch."""
+"""Capabilities of devices, and the precision that suits each: rules and data sheets, without torch."""
 
 import re
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the rules need to know of a device; ``memory`` in bytes, ``None`` where it is not bounded.
+    """A device, as the rules know it. ``memory`` is in bytes; ``None`` means no limit.
 
-    ``rocm``: one of AMD's, which torch calls CUDA; its capability is the number of its architecture (9.4: gfx942).
+    ``rocm``: an AMD GPU, whose type is ``"cuda"`` in torch. Its capability is its architecture (9.4 for gfx942).
     """
 
     type: str
@@ -31,23 +31,23 @@ class Device:
 
     @property
     def fp16(self) -> bool:
-        """Whether it has fp16 arithmetic: on CUDA since capability 5.3 (CUDA C++ Programming Guide)."""
+        """True if it has fp16 arithmetic: on CUDA since capability 5.3 (CUDA C++ Programming Guide)."""
         return self.capability is None or self.capability >= (5, 3)
 
     @property
     def fp8(self) -> bool:
-        """Whether it multiplies in FP8: on CUDA since capability 8.9 (torchao/float8/README.md), and a CPU, slowly."""
+        """True if it multiplies in FP8: CUDA since capability 8.9 (torchao/float8/README.md), and CPUs, slowly."""
         return self.type == "cpu" or (self.capability is not None and self.capability >= (8, 9) and not self.rocm)
 
     @property
     def tf32(self) -> bool:
-        """Whether fp32 products can run in TF32 (CUDA, Ampere or newer)."""
+        """True if fp32 products can run in TF32 (CUDA, Ampere or newer)."""
         return self.type == "cuda" and self.capability is not None and self.capability >= (8, 0) and not self.rocm
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What ``auto`` chose, and why."""
+    """The choice of ``precision="auto"``, and its reason."""
 
     precision: str
     tf32: str | None
@@ -55,7 +55,10 @@ class Choice:
 
 
 def refusal(device: Device, precision: str, *, emulate: bool = False) -> tuple[str, str, str] | None:
-    """Why ``device`` cannot run ``precision`` as (given, allowed, fix), or ``None`` if it can; FP8 perhaps emulated."""
+    """Return (problem, allowed, fix) if ``device`` cannot run ``precision``, else ``None``.
+
+    With ``emulate`` FP8 needs no FP8 units.
+    """
     given = f"precision={precision!r} on {device.name} ({device.type})"
     if device.type not in SUPPORTED_DEVICES:
         return given, f"devices of type {', '.join(SUPPORTED_DEVICES)}", "set Trainer(accelerator='cpu') or 'gpu'"
@@ -72,7 +75,7 @@ def refusal(device: Device, precision: str, *, emulate: bool = False) -> tuple[s
 
 
 def choose(device: Device, parameters: int) -> Choice:
-    """What ``precision="auto"`` means for a model of so many parameters on ``device``."""
+    """Return the choice of ``precision="auto"`` for a model with that number of parameters."""
     tf32 = "high" if device.tf32 else None
     needed = parameters * BYTES_PER_PARAMETER
     fits = device.memory is None or needed <= device.memory // 2
@@ -87,10 +90,10 @@ def choose(device: Device, parameters: int) -> Choice:
 
 
 def peak(device: Device, dtype: str) -> float | None:
-    """Dense peak of matrix products on ``device`` in ``dtype`` (fp32, tf32, bf16, fp16 or fp8), in FLOP/s.
+    """Return the dense peak of matrix products in ``dtype`` (fp32, tf32, bf16, fp16 or fp8), in FLOP/s.
 
-    ``None`` where no data sheet was read: a CPU, an unknown GPU, a slice of one (MIG), a laptop's, a dtype it has no
-    units for.
+    ``None`` without a data sheet: a CPU, an unknown GPU, a slice of a GPU (MIG), a laptop's GPU, or a dtype that the
+    device has no units for.
     """
     words = set(re.split(r"[^a-z0-9]+", device.name.lower()))
     if device.type != "cuda" or words & {"mig", "laptop", "max"}:
@@ -104,10 +107,10 @@ def peak(device: Device, dtype: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One GPU of a table of data sheets, by its word.
+    """A GPU of the table of data sheets. ``word`` is its name on the command line, such as ``h100-80``.
 
-    ``memory`` in bytes; ``bandwidth`` of that memory, ``nvlink`` (0 where it has none) and ``pcie`` in bytes/s, links
-    in one direction; ``source`` is the document.
+    ``memory`` is in bytes, ``bandwidth`` of the memory in bytes/s. ``nvlink`` (0 without any) and ``pcie`` are in
+    bytes/s in one direction. ``source`` is the document.
     """
 
     word: str
@@ -119,13 +122,13 @@ class GPU:
     source: str
 
     def peak(self, precision: str) -> float | None:
-        """Peak of the products under a mode, in FLOP/s; fp32 ones run in TF32 where the GPU has it."""
+        """Return the peak of products under a mode, in FLOP/s; ``32-true`` counts TF32 if the GPU has it."""
         dtype = {"32": "fp32", "16": "fp16", "bf16": "bf16", "fp8": "fp8"}[precision.partition("-")[0]]
         return peak(self.device, "tf32" if dtype == "fp32" and self.device.tf32 else dtype)
 
 
 def find(word: str, faults: Faults) -> GPU | None:
-    """The GPU called ``word``; an unknown one is noted in ``faults`` with the nearest names."""
+    """Return the GPU of that word; for an unknown word add a fault with near names and return ``None``."""
     known = GPUS.get(str(word).lower())
     if known is None:
         faults.unknown("gpu", word, GPUS, "write one of these")
@@ -138,9 +141,10 @@ _DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 _Columns = tuple[float | None, float | None, float | None, float | None, float | None]
 #: compute capability; GB/s of NVLink in one direction (data sheets print the sum of both); PCIe's generation
 _Links = tuple[tuple[int, int], float, int]
-#: Words of the name CUDA gives a device; TFLOP/s in fp32, tf32, bf16, fp16, fp8; the document; and of what is planned
-#: for its links, and TB/s of memory by its word, which ends in the memory in GB. Products with fp32 sums and without
-#: sparsity (data sheets often print the double, "with sparsity"). The first line that fits a name counts.
+#: The columns: words in the device name that CUDA reports; TFLOP/s in fp32, tf32, bf16, fp16 and fp8; the document.
+#: For GPUs that the planner offers also the links, and by word the memory bandwidth in TB/s. A word ends in the memory
+#: in GB. TFLOP/s are of products with fp32 sums and without sparsity; data sheets often print the double for sparse
+#: products. The first line whose words are all in a name counts.
 _SHEETS: tuple[tuple[str, _Columns, str, _Links | None, dict[str, float]], ...] = (
     ("B200", (75, 1125, 2250, 2250, 4500), "HGX B200 data sheet, a GPU", ((10, 0), 900, 5), {"b200-180": 7.7}),
     ("GB200", (80, 1250, 2500, 2500, 5000), "GB200 NVL72 data sheet, a GPU", ((10, 0), 900, 5), {"gb200-186": 8.0}),

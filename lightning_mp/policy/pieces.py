@@ -1,4 +1,4 @@
-"""The pieces of a policy: pins, checkpointing, FP8 products, non-finite steps, and how the loss scale moves."""
+"""The pieces of a policy: pins, checkpointing, FP8 products, non-finite steps, the rule of the loss scale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FP32_MAX = 3.4028234663852886e38
 
 
 def call(name: str, arguments: dict[str, Any], *positional: Any) -> str:
-    """A call of ``name`` as Python reads it."""
+    """Return a call of ``name`` as Python source."""
     keywords = [f"{key}={_value(value)}" for key, value in arguments.items()]
     return f"{name}({', '.join([*map(_value, positional), *keywords])})"
 
@@ -39,7 +39,10 @@ def _value(value: Any) -> str:
 
 
 def storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, ...] = ()) -> str:
-    """The short name of a format to store weights in (``torch.bfloat16``: ``bf16``), or of ``others``; else a fault."""
+    """Return the short name of a storage format, such as ``bf16`` for ``torch.bfloat16``, or a word of ``others``.
+
+    For any other value a fault is added, and its text is returned. ``what`` names the field in the message.
+    """
     text = str(value).lower().removeprefix("torch.")
     name, allowed = DTYPES.get(text), STORAGE_DTYPES + others
     if name in STORAGE_DTYPES:
@@ -53,13 +56,13 @@ def storage_dtype(value: object, what: str, faults: Faults, others: tuple[str, .
 
 
 def normalise(instance: object, **values: object) -> None:
-    """Set fields of a frozen dataclass while it is being built."""
+    """Set fields of a frozen dataclass within its ``__post_init__``."""
     for name, value in values.items():
         object.__setattr__(instance, name, value)
 
 
 def _checked(default: Any, allowed: str, holds: Callable[[Any], bool]) -> Any:
-    """A field whose values are in a range: whether one is, and how a message says what is allowed."""
+    """Return a field that takes the values for which ``holds`` is True. ``allowed`` describes them in a message."""
     return field(default=default, metadata={"allowed": allowed, "holds": holds})
 
 
@@ -72,7 +75,7 @@ def _whole(default: int, least: int) -> Any:
 
 
 def _several(default: Any, allowed: str, example: str) -> Any:
-    """A field of one text or several: what each is, and an example."""
+    """Return a field of one text or several. ``allowed`` describes a text, ``example`` is shown in the fix."""
     return field(default=default, metadata={"several": allowed, "example": example})
 
 
@@ -82,13 +85,13 @@ def _patterns(default: Any = MISSING) -> Any:
 
 @cache
 def _choices(cls: type[Any]) -> dict[str, tuple[Any, ...]]:
-    """What the fields of a class may be that are booleans, or one of several words."""
+    """Return the allowed values of each field that is a boolean or a ``Literal``."""
     hints = {name: hint for name, hint in get_type_hints(cls).items() if hint is bool or get_origin(hint) is Literal}
     return {name: get_args(hint) or (True, False) for name, hint in hints.items()}
 
 
 class _Piece:
-    """What is the same of every piece: its fields are checked together, and it prints those not at their defaults."""
+    """The base of every piece: all fields are checked together, and ``repr`` leaves out defaults."""
 
     __slots__ = ()
 
@@ -112,7 +115,7 @@ class _Piece:
             faults.add(f"{item.name}={value!r}", allowed=rule["allowed"], fix=default)
 
     def _take_several(self, item: Any, value: Any, faults: Faults) -> None:
-        """A class stands for its name; one pattern of ``modules`` stays a text, all else becomes a tuple."""
+        """Set a field of several texts. A class becomes its name; a single pattern of ``modules`` stays a text."""
         if value is None and item.default is None:
             return
         several = isinstance(value, Iterable) and not isinstance(value, (str, type, dict))
@@ -125,12 +128,12 @@ class _Piece:
         normalise(self, **{item.name: texts[0] if selects and len(texts) == 1 else texts})
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
-        """Fields, each right alone, that are wrong together, and what to do."""
+        """Yield (problem, fix) for fields that are valid alone and contradict each other."""
         return iter(())
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Of a piece with ``modules``, these as a tuple."""
+        """Return the patterns of ``modules`` as a tuple."""
         modules: str | tuple[str, ...] = cast("Any", self).modules
         return (modules,) if isinstance(modules, str) else modules
 
@@ -147,10 +150,14 @@ class Pin(_Piece):
     Args:
         pattern: an fnmatch against a module's name, any dotted suffix of it, or its class.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        output: the dtype of what the module returns: ``None`` for the mode's rule (its own dtype under the mixed
-            modes, the dtype that came in under the true modes), ``"pin"``, ``"input"``, or a dtype.
-        accumulate: ``"fp32"``, of Linear layers in a half ``dtype``: operands are cast to it, the sum and the result
-            are fp32, and the gradients those of a product in ``dtype``. Weights are stored as the mode stores them.
+        output: the dtype of the module's output: a dtype, ``"pin"`` for the pin's, or ``"input"`` for the input's.
+            ``None``: the pin's under the mixed modes, the input's under the true modes.
+        accumulate: ``None``, or ``"fp32"`` for Linear layers in a half ``dtype``. Their operands are cast to
+            ``dtype``, the sum and the output are fp32. Gradients equal those of a product in ``dtype``. Weights
+            are stored in the mode's dtype.
+
+    Raises:
+        PlanError: every bad value at once.
     """
 
     pattern: str
@@ -182,11 +189,14 @@ class Checkpointing(_Piece):
     """Which modules recompute their activations in the backward pass instead of storing them.
 
     Args:
-        modules: a pattern as in :class:`Pin`, a module class, or several; of nested matches the outermost counts.
+        modules: a pattern as in :class:`Pin`, a module class, or several. The outermost of nested matches counts.
         mode: ``"full"`` recomputes everything; ``"selective"`` keeps the outputs of ``save_ops``.
-        every: of the matches, only every n-th is checkpointed.
+        every: checkpoint only every n-th match.
         save_ops: names of aten operators, ``"mm"`` or ``"aten.mm.default"``; ``None``: matrix products and attention.
-        preserve_rng: whether the recomputation draws the random numbers that the first pass drew.
+        preserve_rng: draw the same random numbers in the recomputation as in the first pass.
+
+    Raises:
+        PlanError: every bad value at once.
     """
 
     modules: str | tuple[str, ...] = _patterns()
@@ -205,16 +215,16 @@ class FP8(_Piece):
     """The rule of the FP8 products of ``"fp8-mixed"``: which linear layers, with which scales, and when.
 
     Args:
-        recipe: ``"rowwise"`` gives each row a scale of its own, so that no token changes another's and an inf stays in
-            its row; ``"tensorwise"`` one scale a tensor; ``"rowwise_gw_hp"`` is rowwise with the weights' gradients
-            in bf16. ``"mxfp8"`` gives each 32 numbers of a row a power of two as scale (OCP Microscaling Formats 1.0):
-            Blackwell multiplies so, elsewhere it is emulated. ``"mxfp8_gw_hp"`` has the weights' gradients in bf16.
+        recipe: the scales. ``"rowwise"``: one for each row, so no token changes another's and an inf stays in its row.
+            ``"tensorwise"``: one for each tensor. ``"rowwise_gw_hp"``: as rowwise, with the weights' gradients in bf16.
+            ``"mxfp8"``: a power of two for each 32 numbers of a row (OCP Microscaling Formats 1.0). Blackwell GPUs
+            multiply in it, other devices emulate it. ``"mxfp8_gw_hp"``: as mxfp8, weights' gradients in bf16.
         modules: the layers that may be converted; a pattern as in :class:`Pin`, or several.
-        skip: the layers that are left in bf16; as ``modules``.
+        skip: the layers that stay in bf16; a pattern or several, as ``modules``.
         all_gather: FSDP2 gathers converted weights in FP8 (``"tensorwise"`` alone).
-        evaluate: what validation, test and prediction run in: ``"bf16"``, or ``"fp8"`` as training.
-        emulate: compute the products in fp32 from the rounded numbers, where the device has no FP8 units.
-        small: ``"skip"`` leaves layers too small to pay for the recipe in bf16, ``"convert"`` converts them too.
+        evaluate: the format of products in validation, test and prediction: ``"bf16"``, or ``"fp8"``.
+        emulate: compute the products in fp32 from the rounded numbers, for devices without FP8 units.
+        small: ``"skip"`` keeps layers in bf16 that are too small to gain speed, ``"convert"`` converts them too.
 
     Raises:
         PlanError: every bad value at once.
@@ -235,35 +245,38 @@ class FP8(_Piece):
 
     @property
     def blocks(self) -> bool:
-        """Whether blocks of 32 numbers have a scale each."""
+        """True if each block of 32 numbers has a scale."""
         return self.recipe.startswith("mxfp8")
 
     @property
     def anywhere(self) -> bool:
-        """Whether it runs on a device without FP8 units too, emulated: MXFP8 does so of its own accord."""
+        """True if it also runs on a device without FP8 units. MXFP8 always does, emulated."""
         return self.emulate or self.blocks
 
     @property
     def multiple(self) -> int:
-        """What a dimension of a product is a multiple of: 16 (``torch._scaled_mm`` on CUDA), or a block."""
+        """Return the number that must divide a product's dimensions: 16 (``torch._scaled_mm``), or a block's 32."""
         return 32 if self.blocks else 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class NonFinite(_Piece):
-    """What happens to a step whose gradients are not finite.
+    """The treatment of a step whose gradients are not finite.
 
     With loss scaling an overflow is ordinary: only skips at the scale's floor count, and ``"ignore"`` still skips.
 
     Args:
-        action: ``"skip"`` leaves it out, up to a budget; ``"raise"`` stops at the first; ``"ignore"`` applies it, as
-            stock Lightning does.
-        max_consecutive: how many in a row ``"skip"`` leaves out.
-        on_budget: what one more leads to: ``"raise"`` ends the run, ``"rewind"`` loads the newest checkpoint of the
-            Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
+        action: ``"skip"`` skips the step, up to a budget. ``"raise"`` ends the run at the first one. ``"ignore"``
+            applies it, as stock Lightning does.
+        max_consecutive: the budget: the number of consecutive skipped steps that ``"skip"`` allows.
+        on_budget: the consequence of one more: ``"raise"`` ends the run, ``"rewind"`` loads the newest checkpoint of
+            the Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
         save_batch: save the batch of a skipped step, and the state of the random number generators before its forward,
             for :func:`~lightning_mp.callbacks.replay_saved`; at most 10 steps a run. It costs a host read a step.
-        run_dir: the folder for ``nonfinite/*.pt`` and ``events.jsonl``; by default one of the run's own.
+        run_dir: the folder for ``nonfinite/*.pt`` and ``events.jsonl``; by default the run's folder.
+
+    Raises:
+        PlanError: every bad value at once.
     """
 
     #: a plan's argument ``nonfinite`` takes the word alone
@@ -286,29 +299,31 @@ class NonFinite(_Piece):
 
     @property
     def watches(self) -> bool:
-        """Whether batches have to be kept until their step is over."""
+        """True if batches have to be kept until the end of their step."""
         return self.save_batch or self.on_budget == "rewind"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LossScaling(_Piece):
-    """How the loss scale of the fp16 modes moves.
+    """The rule of the loss scale of the fp16 modes.
 
     A clean step is one whose gradients are all finite. After ``growth_interval`` clean steps the scale is multiplied
     by ``growth_factor``; after ``hysteresis`` overflows it is multiplied by ``backoff_factor``, never below
-    ``min_scale`` nor above ``max_scale``. Alone, ``LossScaling()`` is torch's rule with a floor of 1 that is held.
+    ``min_scale`` nor above ``max_scale``. ``LossScaling()`` is torch's rule with a floor of 1, at which it stays.
 
     Args:
         init_scale: the scale of the first step.
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what the scale is multiplied by when it backs off.
+        growth_factor: the factor of a growth.
+        backoff_factor: the factor of a backoff.
         growth_interval: clean steps before the scale grows.
         growth_delay: clean steps added before the *first* growth at the start and after an overflow (DeepSpeed: 1).
         hysteresis: overflows before the scale backs off.
-        consecutive_hysteresis: whether any clean step refills the hysteresis, or only a growth does.
+        consecutive_hysteresis: ``True``: any clean step refills the hysteresis. ``False``: only a growth does.
         min_scale: the scale never falls below it.
-        max_scale: ``None``: growth that would overflow fp32 is left out, as torch does; ``inf``: no ceiling.
-        at_min: what an overflow at ``min_scale`` does: ``"hold"`` skips the step, ``"raise"`` raises LossScaleError.
+        max_scale: the scale never rises above it. ``None``: growth beyond fp32 is left out, as in torch.
+            ``inf``: no limit.
+        at_min: the consequence of an overflow at ``min_scale``: ``"hold"`` skips the step, ``"raise"`` raises
+            LossScaleError.
         dynamic: ``False``: the scale never moves.
 
     Raises:
@@ -341,7 +356,7 @@ class LossScaling(_Piece):
 
     @property
     def floor(self) -> float:
-        """The scale below which the rule does not go."""
+        """Return the lowest scale of the rule."""
         return self.min_scale if self.dynamic else self.init_scale
 
     @classmethod
@@ -352,7 +367,7 @@ class LossScaling(_Piece):
         backoff_factor: float = 0.5,
         growth_interval: int = TORCH_GROWTH_INTERVAL,
     ) -> LossScaling:
-        """``torch.amp.GradScaler``'s sequence: no floor, and fp32's own overflow as the ceiling."""
+        """Return the rule of ``torch.amp.GradScaler``: no floor, and fp32's own overflow as the ceiling."""
         return cls(
             init_scale=init_scale,
             growth_factor=growth_factor,
@@ -372,10 +387,13 @@ class LossScaling(_Piece):
         min_loss_scale: float = 1,
         at_min: Literal["hold", "raise"] = "raise",
     ) -> LossScaling:
-        """``deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler``'s sequence, from DeepSpeed's own JSON keys.
+        """Return the rule of ``deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler``, from DeepSpeed's JSON keys.
 
-        ``loss_scale > 0`` is a static scale, as in DeepSpeed. It grows first after ``loss_scale_window + 1`` clean
-        steps, at the start and after an overflow, then every ``loss_scale_window``.
+        ``loss_scale > 0`` is a static scale, as in DeepSpeed. At the start and after an overflow, the first growth
+        comes after ``loss_scale_window + 1`` clean steps. Each later one comes after ``loss_scale_window``.
+
+        Raises:
+            PlanError: every bad value at once.
         """
         if is_number(loss_scale) and loss_scale > 0:
             return cls.static(loss_scale)
@@ -405,7 +423,7 @@ class LossScaling(_Piece):
         growth_interval: int = 1000,
         hysteresis: int = 2,
     ) -> LossScaling:
-        """Megatron-LM's ``DynamicGradScaler`` sequence, with the defaults of its command line."""
+        """Return the rule of Megatron-LM's ``DynamicGradScaler``, with the defaults of its command line."""
         return cls(
             init_scale=initial_scale,
             growth_factor=_fp32(growth_factor),  # Megatron keeps its factors in fp32 tensors
@@ -418,7 +436,7 @@ class LossScaling(_Piece):
 
     @classmethod
     def static(cls, scale: float) -> LossScaling:
-        """A scale that never moves; overflowing steps are still skipped."""
+        """Return a rule whose scale never moves. Overflowing steps are still skipped."""
         return cls(init_scale=scale, min_scale=0.0, dynamic=False)
 
 

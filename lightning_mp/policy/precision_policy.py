@@ -1,4 +1,4 @@
-"""The plan as data: which numbers live in which format. No torch here, so that a config can be checked anywhere."""
+"""The plan as data. It imports no torch, so a config can be checked anywhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightning_mp.policy.pieces import (
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed", "auto"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
-#: what a precision stores unpinned parameters in, and what most matrix products run in (those of ``"fp8-mixed"`` that
-#: are not converted); Lightning's own plugins leave parameters that are to be stored in fp32 as they are
+#: by precision: the dtypes of unpinned parameters, and of unpinned matrix products that are not converted to FP8.
+#: Lightning's own mixed plugins do not cast parameters to fp32; they leave them as they are.
 DTYPES_OF: Mapping[str, tuple[str, str]] = {
     "64-true": ("fp64", "fp64"),
     "32-true": ("fp32", "fp32"),
@@ -39,17 +39,17 @@ DTYPES_OF: Mapping[str, tuple[str, str]] = {
 #: the words of Lightning's own plugins
 STOCK_PRECISIONS = tuple(word for word in DTYPES_OF if word != "fp8-mixed")
 
-#: how a precision begins that is of such a format, where otherwise than the format
+#: the first part of a precision, for formats with another name
 _BEGINNINGS = {"fp32": "32", "fp16": "16"}
-#: a format alone, as Lightning reads it
+#: the precision that Lightning understands by a format alone
 _ALONE = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8-mixed"}
 
 
 def precision_word(value: object) -> str | None:
-    """The precision that ``value`` means, such as ``"16-mixed"`` for ``16``, ``"FP16_mixed"`` or ``torch.float16``.
+    """Return the precision of a spelling: ``"16-mixed"`` for ``16``, ``"FP16_mixed"`` or ``torch.float16``.
 
-    ``None`` where it means none. A format alone means what it means to Lightning's Trainer: ``16`` and ``"bf16"`` the
-    mixed modes, ``32`` the true one (``lightning.fabric.connector._convert_precision_to_unified_args``).
+    ``None`` if it is no spelling of one. A format alone is read as by Lightning's Trainer: ``16`` and ``"bf16"`` are
+    the mixed modes, ``32`` is the true mode (``lightning.fabric.connector._convert_precision_to_unified_args``).
     """
     name, _, kind = _plain(value).partition("-")
     form = DTYPES.get(name, name)
@@ -63,7 +63,10 @@ def _plain(value: object) -> str:
 
 
 def precision_fix(value: object, presets: Iterable[str] = (), others: Iterable[str] = ()) -> str:
-    """What to write instead of ``value``: a preset's call, or a near word; bf16 is offered to nobody who wrote fp16."""
+    """Return the advice for a value that is no precision: a preset's call, or near words.
+
+    bf16 is not offered to a user who wrote fp16.
+    """
     text = _plain(value)
     if text in map(_plain, presets):
         return f"MixedPrecisionPlan.preset({text.replace('-', '_')!r}) is the plan of that name"
@@ -79,7 +82,7 @@ SCALED_PRECISIONS = ("16-mixed", "16-true", "auto")
 _Kind = TypeVar("_Kind")
 _Piece = TypeVar("_Piece", LossScaling, Checkpointing, NonFinite, Pin, FP8)
 
-# what the arguments may be written as; jsonargparse reads these too
+# the types of the plan's arguments; jsonargparse reads these too
 LossScalingLike = LossScaling | Mapping[str, Any] | None
 PinsLike = Mapping[str, Any] | Iterable[Pin | Mapping[str, Any]] | None
 CheckpointingLike = Checkpointing | Mapping[str, Any] | str | None
@@ -90,13 +93,13 @@ TF32_SETTINGS = ("highest", "high", "medium")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionPolicy:
-    """Everything a plan declares, checked and normalised.
+    """The fields of a plan, checked and normalised.
 
-    ``tf32`` is a setting of ``torch.set_float32_matmul_precision`` or ``None`` to leave it alone; ``reduce_dtype`` is
-    the format gradients are summed in across ranks; ``buffer_dtype`` that of floating buffers (``None``: as the
-    parameters under the true modes, untouched under the others).
+    ``tf32`` is a setting of ``torch.set_float32_matmul_precision``; ``None`` leaves it alone. ``reduce_dtype`` is the
+    format in which gradients are summed over ranks. ``buffer_dtype`` is the format of floating buffers; ``None`` casts
+    them as the parameters under the true modes and leaves them alone under the others.
 
-    ``precision`` is taken in the other words for it too (``16``, ``"fp16"``), and kept as one of ``PRECISIONS``.
+    ``precision`` may have any spelling that :func:`precision_word` reads. The field holds one of ``PRECISIONS``.
 
     Raises:
         PlanError: every fault of every field at once.
@@ -131,7 +134,11 @@ class PrecisionPolicy:
     def _scoped(
         self, kind: type[_Piece], name: str, precisions: tuple[str, ...], faults: Faults, word: str = ""
     ) -> _Piece | None:
-        """The piece that only some precisions have, which have it by default; ``"auto"`` is still to be decided."""
+        """Return a piece that only ``precisions`` have: the given one, or its default.
+
+        ``None`` under other precisions, and under ``"auto"`` if none is given. A given piece that the precision
+        cannot have is a fault.
+        """
         value = getattr(self, name)
         if value is None:
             return cast("Any", kind)() if self.precision in precisions and self.precision != "auto" else None
@@ -144,7 +151,7 @@ class PrecisionPolicy:
         return call(type(self).__name__, self.arguments())
 
     def arguments(self) -> dict[str, Any]:
-        """What builds the policy again: the precision, and what is not the default under it."""
+        """Return the arguments that build the policy again: the precision, and each field that is not its default."""
         default = PrecisionPolicy(precision=self.precision)
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in values.items() if value != getattr(default, name)}
@@ -155,17 +162,17 @@ class PrecisionPolicy:
 
     @property
     def storage_dtype(self) -> str:
-        """What unpinned parameters are stored in."""
+        """Return the dtype of unpinned parameters."""
         return DTYPES_OF.get(self.precision, DTYPES_OF["32-true"])[0]
 
     @property
     def compute_dtype(self) -> str:
-        """What unpinned matrix products run in; under ``"fp8-mixed"`` those that are not converted."""
+        """Return the dtype of unpinned matrix products that are not converted to FP8."""
         return DTYPES_OF.get(self.precision, DTYPES_OF["32-true"])[1]
 
     @property
     def mixed(self) -> bool:
-        """Whether autocast is on."""
+        """True if the steps run under autocast."""
         return self.precision.endswith("-mixed")
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,7 +224,7 @@ def _without_unknown(kind: type[Any], values: Any, prefix: str, unknown: list[st
 
 
 def _known(kind: type[Any], values: Mapping[str, Any], prefix: str, faults: Faults) -> dict[str, Any]:
-    """Of ``values`` those of a field of the dataclass; every other key is refused with the nearest field."""
+    """Return the entries whose key is a field of ``kind``; add a fault with a near field for every other key."""
     names = [item.name for item in fields(kind)]
     for key in [key for key in values if key not in names]:
         fix = did_you_mean(str(key), names, "remove it")
