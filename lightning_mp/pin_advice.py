@@ -199,8 +199,8 @@ def suggest_pins(
     """Find the fewest modules that, pinned to fp32, bring the plan's gradients as near to fp32's as rounding allows.
 
     Under FP8 also find the layers to leave out of it. If a finite loss has infinite gradients and no pin helps, find a
-    loss scale that works. Copies of ``module`` run forward and backward on its device: about ten passes a batch, more if
-    modules are harmful. The gradients of every batch are kept in memory. Dropout is off. ``module`` and the random
+    loss scale that works. Copies of ``module`` run forward and backward on its device: about ten passes a batch, more
+    if modules are harmful. The gradients of every batch are kept in memory. Dropout is off. ``module`` and the random
     generators stay as they are.
 
     Args:
@@ -421,7 +421,7 @@ class _Search:
         return self._errors[policy]
 
     def _own_errors(self, policy: PrecisionPolicy, *, back: bool) -> dict[str, float]:
-        """Return by name the largest error that a module adds to its inputs': in outputs; with ``back``, in gradients."""
+        """Return by name the largest error that a module adds, in its outputs or, with ``back``, in gradients."""
         errors: dict[str, float] = {}
         for batch in self._batches[:2]:
             exact, planned = self._copy(self._reference), self._copy(policy)
@@ -493,7 +493,7 @@ class _Search:
         return None
 
     def _without_fp8(self, advice: PinAdvice) -> PinAdvice:
-        """Return the advice with the layers to leave out of FP8. The other suggestions apply while they are measured."""
+        """Return the advice with the layers to leave out of FP8, measured under its other suggestions."""
         policy = replace(advice.suggested(), checkpointing=None)
         rule = cast("FP8", policy.fp8)
         rule = replace(rule, emulate=rule.emulate or self._device.type != "cuda")

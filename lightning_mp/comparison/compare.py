@@ -1,4 +1,4 @@
-"""``lightning_mp.compare``: one module trained under several plans, seed by seed, and the runs behind it."""
+"""``lightning_mp.compare``: train a module under several plans in several seeds, and compare the losses."""
 
 import copy
 import math
@@ -45,11 +45,11 @@ from lightning_mp.record.run_log import machine, versions
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.strategies.registry import trainer_arguments
 
-#: optimizer steps of a run that is not timed: the second is the first with optimizer state
+#: optimizer steps of an untimed trial; optimizer state exists from the second on
 TRIAL_STEPS = 2
-#: steps that are not timed at the beginning of a run, at most
+#: the largest number of untimed steps at the beginning of a run
 WARM_UP_STEPS = 5
-#: Trainer arguments that switch off what a compared run does not need
+#: Trainer arguments that switch off loggers, checkpoints and progress bars
 _ALONE: Mapping[str, Any] = {**BARE, "logger": False}
 #: Trainer arguments that the comparison owns
 OWN = (*_ALONE, "max_steps", "precision", "min_steps", "max_time", "fast_dev_run")
@@ -66,7 +66,7 @@ _WARNINGS = (
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Hide notices of libraries, such as tips and "GPU available: False"; errors still come through."""
+    """Within, hide notices of libraries, such as tips and "GPU available: False". Errors are still shown."""
     with quietly(), warnings.catch_warnings():
         for message in _WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -74,7 +74,7 @@ def quiet() -> Generator[None]:
 
 
 class _Noting(MixedPrecisionPlan):
-    """A plan that notes a checksum of every batch as it came from the loader, before the plan casts it."""
+    """A plan that records a checksum of every batch before it casts the batch."""
 
     batches: list[int]
 
@@ -85,7 +85,7 @@ class _Noting(MixedPrecisionPlan):
 
 @dataclass(eq=False)
 class _Watch(Callback):
-    """Notes losses on the device, and when the timed steps began and ended; waits for the device twice a run."""
+    """Records losses on the device, and the seconds of the timed steps. It waits for the device twice a run."""
 
     seed: int
     steps: int
@@ -97,7 +97,7 @@ class _Watch(Callback):
     _start: float | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seed, so that the data come in the same order, however many random numbers the plan has drawn so far."""
+        """Seed the generators, so that data come in the same order, whatever the plan has drawn before."""
         self._seed(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,7 +130,7 @@ class _Watch(Callback):
             self.seconds = _now(trainer) - self._start
 
     def read(self, trainer: Trainer) -> list[float]:
-        """The loss of every optimizer step, a mean over ranks and micro-batches."""
+        """Return the loss of every optimizer step, a mean over ranks and micro-batches. Reduces over ranks."""
         if not self.losses:
             return []
         steps, losses = zip(*self.losses, strict=True)
@@ -148,10 +148,10 @@ def _now(trainer: Trainer) -> float:
 
 @dataclass(eq=False)
 class Runs:
-    """The runs of a comparison; within a seed they begin from the same weights and see the same batches.
+    """The runs of a comparison. Those of one seed begin from the same weights and see the same batches.
 
-    ``module`` and ``data`` may be factories, which are called anew for each; ``strategy`` is a name of
-    ``make_strategy``'s or makes one for a plan; ``trainer_args`` are the Trainer's.
+    ``module`` and ``data`` may be factories, which are called for each run. ``strategy`` is a name for
+    ``make_strategy``, or a function from a plan to a strategy. ``trainer_args`` are arguments of the Trainer.
     """
 
     module: Callable[[], LightningModule] | LightningModule
@@ -159,32 +159,33 @@ class Runs:
     strategy: str | Callable[[MixedPrecisionPlan], Strategy]
     trainer_args: Mapping[str, Any]
     steps: int
-    #: how many of the last losses the final loss is the mean of
+    #: the number of last losses whose mean is the final loss
     last: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_global_zero: bool = True
     module_name: str = ""
-    #: of each seed, the weights and the batches of the run that came first
+    #: by seed, checksums of the weights and of the batches of its first run
     _weights: dict[int, int] = field(default_factory=dict[int, int])
     _batches: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    #: of each plan, the bytes that its trial needed
+    #: by plan, the peak bytes of its trial
     _peaks: dict[PrecisionPolicy, int] = field(default_factory=dict[PrecisionPolicy, int])
 
     def trial(self, policy: PrecisionPolicy, seed: int) -> None:
-        """Two steps that are not timed; on a CPU they tell the allocator's peak."""
-        data = self._data(seed)  # made before memory is looked at
+        """Make two untimed steps. On a CPU they measure the allocator's peak."""
+        data = self._data(seed)  # before memory is measured
         fit = partial(self._fit, policy, seed, min(TRIAL_STEPS, self.steps), data)
         on_cuda = self.trainer_args.get("accelerator", "auto") != "cpu" and torch.cuda.is_available()
-        with suppress(NonFiniteError):  # the run that is timed will say so
+        with suppress(NonFiniteError):  # the timed run reports it
             if on_cuda or not self._weights:
-                fit()  # what a process makes once, as data that is read and kept, is not the first plan's memory
+                # Memory that a process allocates once, such as data that is kept, is not the first plan's.
+                fit()
             if not on_cuda:
                 with PeakMemory() as peak:
                     fit()
                 self._peaks[policy] = peak.bytes
 
     def run(self, policy: PrecisionPolicy, seed: int) -> RunResult:
-        """All steps, timed; NaN is the loss of a run that met non-finite values which the plan does not allow."""
+        """Make all steps and time them. The final loss is NaN if the plan ended the run for non-finite values."""
         cuda = self.device.type == "cuda"
         try:
             with PeakMemory("cuda") if cuda else nullcontext() as peak:
@@ -195,7 +196,7 @@ class Runs:
         if any(map(int.__ne__, self._batches.setdefault(seed, plan.batches), plan.batches)):
             fix = "give data as a function that makes it, with its generators and iterators"
             raise PlanError.of(f"one plan met other batches than another in seed {seed}", fix, "compare")
-        # ranks of one replica, as the stages of a pipeline, share its batches
+        # The ranks of one replica, such as the stages of a pipeline, share its batches.
         replicas: int = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         tail = losses[-self.last :]
         return RunResult(
@@ -237,7 +238,10 @@ class Runs:
 
 
 def fit_arguments(data: Any) -> dict[str, Any]:
-    """``data`` as arguments of ``Trainer.fit``: made where it is a factory, a LightningDataModule, or a loader."""
+    """Return ``data`` as arguments of ``Trainer.fit``: a LightningDataModule, a loader, or a factory of one.
+
+    An empty dict for ``None``: the module has its own data.
+    """
     made = data() if callable(data) else data
     if made is None:
         return {}  # the module has its own
@@ -259,9 +263,9 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
 
 SUBJECT = "compare"
 T = TypeVar("T")
-#: the share of the steps that the final loss is the mean of
+#: the final loss is the mean of the last tenth of the steps
 _LAST = 10
-#: a precision's word or a preset's name, a file of a plan, or a plan
+#: a precision, the name of a preset, the file of a plan, or a plan
 PlanLike = str | PathLike[str] | Mapping[str, Any] | PrecisionPolicy | MixedPrecisionPlan
 Plans = Sequence[PlanLike] | Mapping[str, PlanLike]
 
@@ -279,28 +283,30 @@ def compare(
     say: Callable[[str], object] | None = None,
     **trainer: Any,
 ) -> Comparison:
-    """Train ``module`` under every plan in every seed, and hold the losses of each plan against the first one's.
+    """Train ``module`` under every plan in every seed, and compare the losses of each plan with the first one's.
 
     Within a seed all plans begin from the same weights and see the same batches. The plans take turns, so that a
-    machine that slows down slows all of them. The random generators and the process's settings are as before
-    afterwards. On a CPU peak memory is taken in two further steps.
+    machine that slows down slows all of them. The random generators and the settings of the process are restored. On a
+    CPU peak memory is measured in two more steps.
 
     Args:
-        module: makes the LightningModule, from torch's generators; or one, which every run begins with a copy of.
-        data: a LightningDataModule or a loader of training batches, or a function that makes one; ``None`` where the
-            module has its own. Give a function where reading it changes it.
-        plans: words (``"bf16-mixed"``, ``"a100"``), YAML files, policies or plans, also as a mapping of names.
-        seeds: how many pairs, from seed 0 on; a standard error needs two.
+        module: a function that makes the LightningModule and draws weights from torch's generators, or a
+            LightningModule, which every run copies.
+        data: a LightningDataModule or a loader of training batches, or a function that makes one. ``None``: the module
+            has its own. Give a function if reading the data changes it.
+        plans: words (``"bf16-mixed"``, ``"a100"``), YAML files, policies or plans; a sequence, or a mapping from names.
+        seeds: the number of seeds, from 0 on. A standard error needs two.
         steps: optimizer steps a run.
-        margin: differences of the final loss within it are no difference, in units of the loss; ``None`` is half a
-            percent of the first plan's mean final loss.
-        strategy: a name of ``make_strategy``'s, or a function that makes a strategy for a plan.
+        margin: final losses that differ by less count as the same, in units of the loss. ``None``: half a percent of
+            the first plan's mean final loss.
+        strategy: a name for ``make_strategy``, or a function from a plan to a strategy.
         out: a folder for ``compare.json`` and ``compare.html``; ``None`` writes nothing.
-        say: gets a line a run.
+        say: is called with a line of text for each run.
         trainer: other Trainer arguments, such as ``accelerator``, ``devices`` (1), ``gradient_clip_val``.
 
     Raises:
-        PlanError: what cannot be compared, a plan that cannot run on this model among it; every fault at once.
+        PlanError: a bad argument, a plan that cannot run on this model, or runs of one seed that began with other
+            weights or saw other batches. Faults of several plans are reported together.
     """
     faults = Faults(SUBJECT)
     named = read_plans(plans, faults)
@@ -325,7 +331,7 @@ def compare(
 
 
 def check_numbers(seeds: Any, steps: Any, margin: Any, faults: Faults) -> None:
-    """Note numbers that make no comparison."""
+    """Add a fault for each number that is out of its range."""
     faults.whole("seeds", seeds, 1, "write 8: the standard error shrinks with every seed")
     faults.whole("steps", steps, 1, "write 100")
     if margin is not None and (not is_number(margin) or margin < 0):
@@ -348,7 +354,11 @@ def _check(module: Any, trainer: Mapping[str, Any], out: Any, faults: Faults) ->
 def _run_all(
     runs: Runs, named: Mapping[str, PrecisionPolicy], seeds: int, say: Callable[[str], object]
 ) -> dict[str, list[RunResult]]:
-    """The results of every plan, by seed."""
+    """Return the runs of every plan in the order of seeds.
+
+    Raises:
+        PlanError: of any run. Other exceptions end one run, unless the trials of all plans raise.
+    """
     if getattr(rank_zero_only, "rank", 0) == 0:
         say(f"{counted(len(named), 'plan')}, two steps of each first ...")
     tried = {name: _attempt(partial(runs.trial, policy, 0)) for name, policy in named.items()}
@@ -383,10 +393,10 @@ def _raise_errors(errors: Mapping[str, Exception], plans: int) -> None:
 
 
 def _attempt(call: Callable[[], T]) -> T | Exception:
-    """What ``call`` returns, or its error."""
+    """Return the result of ``call``, or the exception that it raised."""
     try:
         return call()
-    except Exception as error:  # whatever a user's code, or a device that is full, raises
+    except Exception as error:  # of the user's code, or of a device without memory
         return error
 
 
@@ -398,10 +408,10 @@ def _in_words(run: RunResult) -> str:
 
 
 def read_plans(plans: Plans | str, faults: Faults) -> dict[str, PrecisionPolicy]:
-    """The policies by name, in their order; what cannot be one is noted in ``faults``.
+    """Return the policies by name, in their order. A plan that cannot be read adds a fault and is left out.
 
-    A string is several, with commas between. A word is called as it was written, a file by its stem; a name that comes
-    again gets a number.
+    A string has several plans, separated by commas. The name of a word is the word, the name of a file its stem. A
+    repeated name gets a number.
     """
     if isinstance(plans, str):
         plans = [part.strip() for part in plans.split(",") if part.strip()]

@@ -1,4 +1,4 @@
-"""The results of a comparison: runs, each plan's paired difference from the first over seeds, the table, the files."""
+"""The results of a comparison: runs, paired differences from the first plan, the table and the files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lightning_mp.record.run_folder import atomic_write, to_json
 
 Verdict = Literal["same", "better", "worse", "undecided"]
 
-#: the margin where none is given, as a share of the first plan's mean final loss
+#: the default margin, as a share of the first plan's mean final loss
 MARGIN_SHARE = 0.005
-#: Standard errors to both sides of a mean difference that decide. Where there is none, more are seen by chance in one
-#: comparison of 50 with 8 seeds, in one of 10 with 3.
+#: A mean difference of more standard errors than this decides. Without a true difference, chance gives more in one
+#: comparison of 50 with 8 seeds, and in one of 10 with 3 seeds.
 ERRORS = 3
 NOTHING = "-"
-#: columns of a terminal that has room for standard deviations
+#: the smallest width, in columns, of a table with standard deviations
 _WIDE = 100
 _DEVIATION = ", mean ± sd"
 _PAIRED = ("minus first, mean ± standard error", "verdict")
@@ -39,10 +39,11 @@ _PAIRED = ("minus first, mean ± standard error", "verdict")
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The result of a run: ``losses`` is the training loss of every optimizer step (a mean over its micro-batches).
+    """The result of a run. If the run failed, ``error`` is set and the other fields are empty.
 
-    ``final_loss`` is the mean of the last ones, NaN where one of them is not finite. ``rate`` is in ``unit`` ("tokens"
-    or "samples") a second, ``peak_bytes`` the allocator's. Where it failed, ``error`` is set and the rest is empty.
+    ``losses`` has the training loss of every optimizer step, a mean over its micro-batches. ``final_loss`` is the mean
+    of the last ones, NaN if one of them is not finite. ``rate`` is in ``unit`` ("tokens" or "samples") a second.
+    ``peak_bytes`` is the largest number of bytes that the allocator had given out.
     """
 
     seed: int
@@ -57,7 +58,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A mean over seeds and its standard deviation, ``None`` with fewer than two."""
+    """A mean over seeds, and the standard deviation; ``None`` with fewer than two values."""
 
     mean: float
     sd: float | None
@@ -66,7 +67,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """One plan's runs, one per seed, and their spreads; a spread is ``None`` where no run has such a number."""
+    """The runs of a plan, one per seed, and their spreads. A spread is ``None`` if no run has that number."""
 
     name: str
     policy: PrecisionPolicy
@@ -74,31 +75,31 @@ class PlanResult:
 
     @property
     def unit(self) -> str:
-        """``tokens`` or ``samples``."""
+        """Return ``tokens`` or ``samples``."""
         return next((run.unit for run in self.runs if run.rate), "samples")
 
     @property
     def rate(self) -> Spread | None:
-        """In ``unit`` a second."""
+        """Return the speed, in ``unit`` a second."""
         return _spread(run.rate for run in self.runs)
 
     @property
     def peak_bytes(self) -> Spread | None:
-        """The most that the device's allocator had given out."""
+        """Return the peak of the device's allocator, in bytes."""
         return _spread(run.peak_bytes for run in self.runs)
 
     @property
     def final_loss(self) -> Spread | None:
-        """Over the seeds in which it is finite."""
+        """Return the final loss over the seeds in which it is finite."""
         return _spread(run.final_loss for run in self.runs)
 
     @property
     def failed(self) -> tuple[RunResult, ...]:
-        """The runs that raised."""
+        """Return the runs that raised."""
         return tuple(run for run in self.runs if run.error)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the runs and spreads as plain values."""
         spreads = {name: getattr(self, name) for name in ("rate", "peak_bytes", "final_loss")}
         return {
             "name": self.name,
@@ -113,7 +114,7 @@ class PlanResult:
 class Comparison:
     """Every plan's runs, and the paired difference of each later plan from the first.
 
-    ``final_loss_steps`` is how many of a run's last training losses its final loss is the mean of. ``mean_difference``,
+    ``final_loss_steps`` is the number of last training losses whose mean is the final loss. ``mean_difference``,
     ``standard_error`` and ``verdict`` are the second plan's.
     """
 
@@ -126,21 +127,21 @@ class Comparison:
 
     @property
     def mean_difference(self) -> float | None:
-        """Second minus first."""
+        """Return the mean of second minus first; ``None`` without a seed in which both are finite."""
         return self.differences[0].mean_difference
 
     @property
     def standard_error(self) -> float | None:
-        """That of the mean difference."""
+        """Return the standard error of the mean difference; ``None`` with fewer than two seeds."""
         return self.differences[0].standard_error
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on the second plan."""
+        """Return the verdict on the second plan."""
         return self.differences[0].verdict
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as ``compare.json`` has them."""
+        """Return plain values, as in ``compare.json``."""
         return {
             "mean_difference": self.mean_difference,
             "standard_error": self.standard_error,
@@ -156,7 +157,7 @@ class Comparison:
         }
 
     def to_text(self, width: int = 110) -> str:
-        """The table, a row a plan, and notes, ``width`` columns wide at most."""
+        """Return the conclusion, a table with a row for each plan, and notes, at most ``width`` columns wide."""
         output = io.StringIO()
         console = Console(file=output, width=width)
         console.print(conclusion(self), highlight=False, markup=False)
@@ -166,7 +167,7 @@ class Comparison:
             cells = [[cell.partition(" ± ")[0] for cell in row] for row in cells]
             names = [name.partition(" ± ")[0].removesuffix(", mean") for name in names]
         for index, name in enumerate(names):
-            # cells are folded: nothing of a number or a verdict is left out
+            # fold: a narrow terminal breaks a number or a verdict instead of cutting it
             table.add_column(name.replace(", ", "\n"), justify="right" if index else "left", overflow="fold")
         for row in cells:
             table.add_row(*row)
@@ -188,10 +189,10 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Final losses of ``second`` minus those of ``first``, seed by seed.
+    """The final losses of ``second`` minus the final losses of ``first``, by seed.
 
-    ``mean_difference`` is ``None`` without a seed in which both ended with a number, its ``standard_error`` with fewer
-    than two of them. ``verdict`` speaks of ``second``; ``reason`` says in a sentence what it rests on.
+    ``mean_difference`` is ``None`` without a seed in which both losses are finite. ``standard_error`` is ``None`` with
+    fewer than two such seeds. ``verdict`` is about ``second``, and ``reason`` explains it in a sentence.
     """
 
     first: str
@@ -207,9 +208,10 @@ class Difference:
 def compare_losses(
     first: tuple[str, Mapping[int, float | None]], second: tuple[str, Mapping[int, float | None]], margin: float | None
 ) -> Difference:
-    """The paired difference. Each plan is a name and its final losses by seed: NaN if it diverged, None if it failed.
+    """Return the paired difference of two plans.
 
-    ``margin=None`` is half a percent of the first plan's mean final loss.
+    Each plan is (name, final losses by seed). A loss is NaN if the run diverged, ``None`` if it failed. ``margin=None``
+    is half a percent of the first plan's mean final loss.
     """
     finite = {seed: loss for seed, loss in first[1].items() if is_number(loss)}
     if margin is None:
@@ -236,18 +238,18 @@ def compare_losses(
 
 
 def _standard_error(values: Sequence[float]) -> float | None:
-    """That of their mean; ``None`` with fewer than two."""
+    """Return the standard error of the mean; ``None`` with fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 # ---------------------------------------------------------------------- in words
 
-#: how much of a speed or of a memory is worth a word
+#: the smallest relative difference of speed or memory that is mentioned
 _WORTH = 0.05
 
 
 def conclusion(comparison: Comparison) -> str:
-    """Which plan to use, in a sentence: the fastest of those whose loss is the first's or lower, else the first."""
+    """Return a sentence that names the plan to use: the fastest one whose loss is not higher than the first's."""
     first, machine = comparison.plans[0], comparison.about.get("machine", {"type": "cpu"})
     here = "this CPU" if machine["type"] == "cpu" else f"this {machine['device']}"
     pairs = list(zip(comparison.plans[1:], comparison.differences, strict=True))
@@ -270,13 +272,13 @@ def conclusion(comparison: Comparison) -> str:
 
 
 def _gain(plan: PlanResult, first: PlanResult) -> tuple[float, float]:
-    """Its speed over the first's, 1 where the difference is not worth a word; the share of memory that it saves."""
+    """Return the speed relative to the first plan's, 1 if nearly equal, and the share of memory that is saved."""
     speed = _ratio(plan.rate, first.rate) or 0
     return (1 if abs(speed - 1) < _WORTH else speed), 1 - (_ratio(plan.peak_bytes, first.peak_bytes) or 1)
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """A line a plan: its loss, speed and memory against the first's, with a reason where it is not the same."""
+    """Return a line for each plan: its loss, speed and memory against the first's, and a reason unless equal."""
     first = comparison.plans[0]
     lines = [f"{first.name}: what the others are compared with"]
     for plan, difference in zip(comparison.plans[1:], comparison.differences, strict=True):
@@ -304,7 +306,7 @@ def _ratio(ours: Spread | None, theirs: Spread | None) -> float | None:
 
 
 def _times(speed: float) -> str:
-    """``2.1 × faster``, ``13 % slower``, ``same speed``."""
+    """Return a speed in words: ``2.1 × faster``, ``13 % slower``, ``same speed``."""
     if abs(speed - 1) < _WORTH:
         return "same speed"
     word, factor = ("faster", speed) if speed > 1 else ("slower", 1 / speed)
@@ -312,13 +314,13 @@ def _times(speed: float) -> str:
 
 
 def heads(comparison: Comparison) -> list[str]:
-    """The columns' names; a comma is where a narrow one may break."""
+    """Return the names of the columns. A narrow column breaks at the comma."""
     rate = f"{comparison.plans[0].unit}/s{_DEVIATION}"
     return ["plan", rate, "speed", "peak memory", f"final loss{_DEVIATION}", *_PAIRED]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """The cells of every plan, the first without a difference."""
+    """Return the cells of every plan, the first without a difference."""
     table: list[list[str]] = []
     for plan in comparison.plans:
         speed = _ratio(plan.rate, comparison.plans[0].rate)
@@ -340,7 +342,7 @@ def _with_sd(spread: Spread | None, form: Callable[[float], str]) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What the columns mean, a line each."""
+    """Return the meaning of the columns, a line each."""
     first, last = comparison.plans[0].name, comparison.final_loss_steps
     margins = dict.fromkeys(f"{each.margin:.4g}" for each in comparison.differences)
     mean = "training loss of the last step" if last == 1 else f"mean training loss of the last {last} steps"
@@ -356,14 +358,14 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def write(comparison: Comparison, folder: Path) -> None:
-    """Write both files into ``folder``."""
+    """Write ``compare.json`` and ``compare.html`` into ``folder``, which is made if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder / "compare.json", to_json(stamped(comparison.to_dict()), indent=2) + "\n")
     atomic_write(folder / "compare.html", render(comparison))
 
 
 def render(comparison: Comparison) -> str:
-    """The page; its curves are means over the seeds that ran to their end, step by step."""
+    """Return the HTML page. Its curves are means, step by step, over the seeds that ran to their end."""
     plans, about = comparison.plans, comparison.about
     curves = [[run.losses for run in plan.runs if run.losses] for plan in plans]
     runs = [_run(plan.name, _mean_curve(of)) for plan, of in zip(plans, curves, strict=True)]
@@ -394,7 +396,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _run(name: str, values: Sequence[float]) -> Run:
-    """A curve over steps as the report draws it; what is not finite is a gap."""
+    """Return a curve over steps for the report. A value that is not finite becomes a gap."""
     finite = [value if math.isfinite(value) else None for value in values]
     return Run(Path(name), name, {metric_names.LOSS: Series(list(range(1, len(finite) + 1)), finite)})
 
@@ -404,7 +406,7 @@ def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
-    """Every later plan's losses minus the first's of the same seed: at each step the mean, and its standard errors."""
+    """Return the chart of each later plan's losses minus the first's: the mean over seeds, with standard errors."""
     first, *others = comparison.plans
     base = {run.seed: run.losses for run in first.runs if run.losses}
     runs, bands = [_run(first.name, [])], list[list[float]]([[]])
@@ -425,7 +427,7 @@ def _difference_chart(comparison: Comparison, seeds: str) -> dict[str, Any]:
 
 
 def _bars(spreads: Iterable[Spread | None], form: Callable[[float], str] = number) -> list[tuple[float, str]]:
-    """The length of each bar in percent of the longest, and its number."""
+    """Return the length of each bar in percent of the longest, and its number as text."""
     means = [None if spread is None else spread.mean for spread in spreads]
     longest = max((mean for mean in means if mean), default=1.0)
     return [(0.0, NOTHING) if mean is None else (100 * mean / longest, form(mean)) for mean in means]

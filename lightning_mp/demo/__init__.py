@@ -1,1 +1,1 @@
-"""A small language model and text to train it on, without a network: what the shipped configs and the demo name."""
+"""A small language model and its training text, for the shipped configs and the demo. They need no network."""

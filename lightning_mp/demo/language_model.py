@@ -22,7 +22,7 @@ class CausalLM(LightningModule):
     Args:
         architecture: transformers' ``model_type``: ``llama``, ``gpt2``, ``qwen2``, ….
         config: fields of that architecture's config; ``use_cache`` is off unless it says so.
-        lora: fields of peft's ``LoraConfig``: then only the adapters are trained; ``None`` trains everything.
+        lora: fields of peft's ``LoraConfig``, to train the adapters alone. ``None`` trains all parameters.
         lr: the highest learning rate.
         betas: AdamW's.
         weight_decay: AdamW's, on every parameter that is trained.
@@ -61,15 +61,15 @@ class CausalLM(LightningModule):
         self._warmup_steps = warmup_steps
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Mean next-token loss in nats."""
+        """Return the mean next-token loss, in nats."""
         return self._loss(batch)
 
     def pipeline_batch(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids and what follows each, for runs in pipeline stages."""
+        """Return the token ids and, for each, the next token, both (batch, context)."""
         return batch[:, :-1], batch[:, 1:]
 
     def pipeline_loss(self, logits: Tensor, wanted: Tensor) -> Tensor:
-        """Mean next-token loss in nats of logits (batch, context, vocabulary)."""
+        """Return the mean next-token loss, in nats, of logits (batch, context, vocabulary)."""
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -77,10 +77,10 @@ class CausalLM(LightningModule):
         self.log("val/loss", self._loss(batch), batch_size=batch.shape[0], prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """AdamW and its schedule, a step of it an optimizer step."""
+        """Return a fused AdamW and its schedule, which steps with each optimizer step."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         options: dict[str, Any] = {"lr": self._lr, "betas": self._betas, "weight_decay": self._weight_decay}
-        # fused: the others divide by an eps that fp16 rounds to 0
+        # fused, because other implementations divide by an eps that fp16 rounds to 0
         optimizer = torch.optim.AdamW(parameters, **options, fused=True)
         warm_up = max(1, self._warmup_steps)
         rest = max(1, int(self.trainer.estimated_stepping_batches) - warm_up)
@@ -97,7 +97,7 @@ class CausalLM(LightningModule):
 
 
 def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
-    """``model`` with peft's adapters, and all else frozen."""
+    """Return ``model`` with peft's adapters. All other parameters are frozen."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:

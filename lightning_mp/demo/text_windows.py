@@ -35,11 +35,11 @@ class TextWindows(LightningDataModule):
     """Windows of ``context + 1`` tokens (int64) of a text, side by side; training shuffles them.
 
     Args:
-        text: a UTF-8 file, or a folder with some; ``None`` is the source of the running Python's standard library.
+        text: a UTF-8 file or a folder. ``None``: the sources of the running Python's standard library.
         vocab: entries of the byte-pair encoding, which is trained on the text itself.
-        context: tokens that a model sees; a batch is (batch_size, context + 1).
+        context: tokens of a model's input; a batch is (batch_size, context + 1).
         batch_size: windows a batch.
-        val_batches: batches of the held-out 5 % at most; ``None`` is all of them.
+        val_batches: the largest number of batches of the held-out 5 %; ``None``: all of them.
         num_workers: processes that load, as in ``DataLoader``.
 
     Raises:
@@ -89,7 +89,7 @@ class TextWindows(LightningDataModule):
 
 @lru_cache(maxsize=2)
 def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
-    """Token ids (int64) of the documents, under a byte-level BPE of at most ``vocab`` entries trained on them."""
+    """Return the token ids (int64) of the documents, by a byte-level BPE of ``vocab`` entries trained on them."""
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -100,7 +100,7 @@ def encoded(documents: tuple[str, ...], vocab: int) -> Tensor:
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     trainer: Any = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=byte_level.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(documents, trainer)
-    # a word is encoded once, however often it is in the text; a document that is not ASCII is taken for one word
+    # Each word is encoded once. A document that is not ASCII counts as one word.
     cut = [_WORD.findall(document) if document.isascii() else [document] for document in documents]
     words = list(dict.fromkeys(chain.from_iterable(cut)))
     ids = {
@@ -117,9 +117,13 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def documents_of(text: str | None) -> tuple[str, ...]:
-    """A text file, or those of a folder in sorted order, hidden ones left out, up to ``MAX_BYTES``; ``None``: Python's.
+    """Return the texts of a file or a folder, ``MAX_BYTES`` at most; files of a folder in sorted order.
 
-    The cut is between characters. Of the standard library of the running Python they are the ``.py`` files.
+    Hidden files, and files that are not UTF-8, are left out. ``None`` reads the ``.py`` files of the running Python's
+    standard library. The last text is cut between two characters.
+
+    Raises:
+        PlanError: the path does not exist, or has no text.
     """
     folder = Path(sysconfig.get_path("stdlib") if text is None else text)
     paths = _sources(folder) if text is None else folder.rglob("*") if folder.is_dir() else [folder]
@@ -132,7 +136,7 @@ def documents_of(text: str | None) -> tuple[str, ...]:
         with suppress(OSError, UnicodeDecodeError):
             with path.open("rb") as file:
                 data = file.read(left + 1)
-            # where the file goes on, its last character may be cut
+            # The last character may be cut if the file is longer.
             text = getincrementaldecoder("utf-8")().decode(data[:left], final=len(data) <= left)
             if "\0" not in text and text and not text.isspace():
                 documents.append(text)

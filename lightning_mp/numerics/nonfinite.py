@@ -1,4 +1,4 @@
-"""Where a non-finite value was born: one forward and backward pass, watched module by module."""
+"""The origin of a non-finite value, by watching one forward and backward pass module by module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The module in which a non-finite value first appeared, in which pass, and the parameter it reached first.
+    """The module and the pass in which a non-finite value first appeared, and the first parameter that it reached.
 
-    In phase ``"loss"`` it is the module that ran last before the loss. ``input_bad``: its input was non-finite already,
-    by the batch or an operation between ``after``, the module before it, and it.
+    In phase ``"loss"`` the module is the last one before the loss. ``input_bad``: the module's input was non-finite
+    already, because of the batch, or of an operation between the module ``after`` and this one.
     """
 
     module: str
@@ -37,7 +37,7 @@ class Origin:
 
     @property
     def cause(self) -> str:
-        """What is likely to have happened there."""
+        """Return the likely cause, in words."""
         if self.input_bad:
             between = "" if self.after is None else f", or an operation between module {self.after!r} and that one"
             return f"the batch{between}, as the input of that module was non-finite already"
@@ -49,19 +49,19 @@ class Origin:
 
 
 def locate(root: nn.Module, run: Callable[[], Tensor | None], *, backward: bool = True) -> Origin | None:
-    """Where the first non-finite value of ``run`` appears, or ``None`` if everything stayed finite.
+    """Return the origin of the first non-finite value of ``run``; ``None`` if all values stay finite.
 
-    ``run`` does one forward through modules of ``root`` and one backward, and returns the loss; with ``backward=False``
-    a forward only, without recording. Every output and gradient is read back to the host.
+    ``run`` makes one forward pass through modules of ``root`` and one backward pass, and returns the loss. With
+    ``backward=False`` it makes a forward pass without gradients. The host reads every output and gradient.
     """
     watch = _Watch(root, backward)
-    with torch.compiler.set_stance("force_eager"), watch:  # what is compiled already runs no new hook
+    with torch.compiler.set_stance("force_eager"), watch:  # a compiled module would not run the new hooks
         loss = run()
     return watch.verdict(loss)
 
 
 def from_parameters(root: nn.Module) -> Origin | None:
-    """The first module, in definition order, with a non-finite parameter of its own."""
+    """Return the first module, in definition order, with a non-finite parameter of its own; ``None`` without any."""
     for name, parameter in root.named_parameters():
         if parameter.is_floating_point() and not _finite(parameter):
             return Origin(name.rpartition(".")[0], name, "forward")
@@ -71,7 +71,10 @@ def from_parameters(root: nn.Module) -> Origin | None:
 def from_gradients(
     root: nn.Module, gradient_of: Callable[[Any], Tensor | None] = lambda parameter: parameter.grad
 ) -> Origin | None:
-    """The best guess from the gradients alone: the last parameter in definition order whose gradient is non-finite."""
+    """Return a guess from the gradients alone: the last parameter, in definition order, with a non-finite one.
+
+    ``None`` if every gradient is finite.
+    """
     gradients = ((name, gradient_of(parameter)) for name, parameter in root.named_parameters())
     bad = [name for name, gradient in gradients if gradient is not None and not _finite(gradient)]
     return Origin(bad[-1].rpartition(".")[0], bad[-1], "backward") if bad else None
@@ -84,7 +87,7 @@ class _Watch:
         self._root, self._with_backward = root, backward
         self._names = {module: name or type(module).__name__ for name, module in root.named_modules()}
         self._handles: list[Any] = []
-        self._watched: dict[int, Tensor] = {}  # holds them, so that no id is used twice
+        self._watched: dict[int, Tensor] = {}  # keeps them alive, so that no id is used twice
         self._forward: tuple[str, nn.Module, bool, str | None] | None = None
         self._last: str | None = None
         self._last_finite: str | None = None
@@ -93,7 +96,9 @@ class _Watch:
 
     def __enter__(self) -> None:
         for module in self._names:
-            if module is not self._root or len(self._names) == 1:  # else it would answer for every module in it
+            if (
+                module is not self._root or len(self._names) == 1
+            ):  # the root's hook would see the values of every module
                 self._handles.append(module.register_forward_hook(self._on_output, with_kwargs=True))
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
@@ -117,11 +122,11 @@ class _Watch:
 
     def _on_output(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._with_backward and (in_backward() or not torch.is_grad_enabled()):
-            return  # what checkpointing runs again in the backward pass, or an evaluation on the side
+            return  # a recomputation of checkpointing, or an evaluation without gradients
         name, tensors, before = self._names[module], floating_in(output), self._last
         if next(module.children(), None) is None:
             self._last = name
-        with torch.no_grad():  # looking saves no tensor that checkpointing would miss when it runs the module again
+        with torch.no_grad():  # else checkpointing would miss the saved tensors in its recomputation
             if self._forward is None and not all(_healthy(tensor, module) for tensor in tensors):
                 input_bad = not all(map(_finite, floating_in((args, kwargs))))
                 self._forward = name, module, input_bad, before if input_bad else None
@@ -134,7 +139,7 @@ class _Watch:
         if self._backward is None:
             if _finite(gradient):
                 self._last_finite = name
-            else:  # made by the backward of whatever used this output: the module last seen healthy
+            else:  # the backward of the module after this output made it: the last one with a finite gradient
                 self._backward = self._last_finite or name
 
     def _on_parameter(self, name: str, parameter: Tensor) -> None:
@@ -149,11 +154,11 @@ class _Watch:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(local(tensor)).all())  # local: a rank may look alone
+    return bool(torch.isfinite(local(tensor)).all())  # local: one rank may call this alone
 
 
 def _healthy(tensor: Tensor, module: nn.Module) -> bool:
-    """A module without parameters may well hand on ``-inf`` (a mask); a product with weights may not."""
+    """Return True if the values may come from this module. Without parameters it may return ``-inf`` (a mask)."""
     if next(module.parameters(), None) is not None:
         return _finite(tensor)
     tensor = local(tensor)

@@ -1,4 +1,4 @@
-"""The most memory that tensors held at once: what CUDA's allocator counted, or the CPU's, as the profiler saw it."""
+"""The peak of the memory of tensors, counted by CUDA's allocator or, on a CPU, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_mp.numerics.rng import environment_kept
 
 
 class PeakMemory:
-    """The most memory given out at one moment while it is entered, over what was at its beginning, in ``bytes``.
+    """A context whose ``bytes`` is the peak of allocated memory within it, above the memory at its beginning.
 
-    ``device`` is a torch device type. CUDA counts by itself; elsewhere ``torch.profiler`` keeps every allocation until
-    the end, so it is for a few steps, not for a run. Resident memory is no measure: allocators keep what was freed.
+    ``device`` is a torch device type. On a CPU ``torch.profiler`` keeps every allocation until the end, so the context
+    is for a few steps, not for a run. Resident memory is no measure, because allocators keep freed memory.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -26,13 +26,13 @@ class PeakMemory:
         self._profile = None if device == "cuda" else profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def __enter__(self) -> PeakMemory:
-        gc.collect()  # what is freed within would be counted as a fall
+        gc.collect()  # garbage that is freed within would lower the count
         if self._profile is None:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
             with environment_kept():
-                # else Kineto, which reads this once, says on stderr that it starts and stops
+                # Otherwise Kineto, which reads this once, reports on stderr that it starts and stops.
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
                 self._profile.__enter__()
         return self
@@ -44,4 +44,4 @@ class PeakMemory:
         self._profile.__exit__(*error)
         events = cast("Any", self._profile).profiler.kineto_results.events()
         memory = sorted((event for event in events if event.name() == "[memory]"), key=methodcaller("start_ns"))
-        self.bytes = max(itertools.accumulate((event.nbytes() for event in memory), initial=0))  # < 0: taken back
+        self.bytes = max(itertools.accumulate((event.nbytes() for event in memory), initial=0))  # negative: freed

@@ -101,9 +101,7 @@ def by_policy(
         pin_map = pins.resolve(modules[""], policy.pins, faults, policy.storage_dtype, policy.buffer_dtype)
     stored, products = pin_map.dtypes(), {id(member.module): member.pin.dtype for member in pin_map.wide}
     pinned = {id(member.module): member.pin.dtype for member in pin_map.members}
-    for module in (
-        member.module for member in pin_map.declared
-    ):
+    for module in (member.module for member in pin_map.declared):
         if {stored.get(id(parameter)) for parameter in module.parameters(recurse=False)} == {"fp32"}:
             pinned[id(module)] = "fp32"
     converted: Iterable[nn.Module] = ()
