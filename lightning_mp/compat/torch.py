@@ -1,6 +1,7 @@
 """torch's private names, each behind a function that says what it is for."""
 
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -301,6 +302,13 @@ def is_compiled(module: nn.Module) -> bool:
     own = vars(module)
     forward = own.get("forward", own.get("_lmp_forward"))  # under the second name while the module is pinned
     return own.get("_compiled_call_impl") is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def traces_graphs(root: nn.Module) -> bool:
+    """Whether ``torch.compile`` was used on a part of ``root``, or on anything in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    used = dynamo is not None and bool(dynamo.counters["stats"])
+    return used or any(map(is_compiled, root.modules()))
 
 
 def reentrant(module: nn.Module) -> bool | None:

@@ -1,7 +1,7 @@
 """Activation checkpointing by module: recompute in the backward pass what the plan does not keep."""
 
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -42,8 +42,10 @@ class CheckpointState:
 
     save_ops: frozenset[str] | None
     preserve_rng: bool
-    #: it stands for the Sequential above it, where code calls this one and never that one
-    in_container: bool = False
+    #: it stands for the chosen module above it, where code calls this one and never that one
+    in_container: bool
+    #: is not empty once a forward of the chosen module, or of what stands for it, was checkpointed
+    seen: list[bool]
 
 
 #: by thread, as ``on``, whether the forward of a checkpointed module is under way, or is run again
@@ -66,6 +68,9 @@ class CheckpointedForward(Swapped):
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
         if not compiling:  # a compiled graph changes buffers at its end, once
             run = _WithBuffers(cast("nn.Module", self), run, state.save_ops)
+            state.seen[:] = [True]
+            # a stop within the graph of a compiled forward would leave out what Python does after the graph
+            options["early_stop"] = not compat.is_compiled(cast("nn.Module", self))
         elif state.save_ops is not None:
             options["context_fn"] = partial(_selective_contexts, state.save_ops)
         # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
@@ -166,6 +171,9 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
         if name in index_of and name.rpartition(".")[0] not in index_of:
             check_changeable(name, module, "checkpointing", faults)
             outermost.update(dict.fromkeys(called_in(module)))
+    if index_of and not outermost:
+        given = f"checkpointing {config.patterns[0]!r}, which matches no module with a forward"
+        faults.add(given, fix="name modules that are called, such as a block")
     return list(outermost)[:: config.every]
 
 
@@ -174,15 +182,38 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
     applied = ExitStack()
     ops = config.save_ops or DEFAULT_SAVE_OPS
     names = None if config.mode == "full" else frozenset(chain.from_iterable(map(_overloads, ops)))
-    for module in modules:
-        # code may iterate over a Sequential and never call it: what is in it stands for it then
-        for part in dict.fromkeys((module, *called_in(module, through_sequential=True))):
-            if not isinstance(part, torch.jit.ScriptModule):
-                state = CheckpointState(names, config.preserve_rng, in_container=part is not module)
-                swap_in(part, CheckpointedForward, _lmp_checkpoint=state)
-                applied.callback(swap_out, part, CheckpointedForward)
+    chosen = dict.fromkeys(modules)
+    for module in chosen:
+        seen = list[bool]()
+        for part in dict.fromkeys((module, *_standing_for(module))):
+            if isinstance(part, torch.jit.ScriptModule) or (part is not module and part in chosen):
+                continue
+            state = CheckpointState(names, config.preserve_rng, part is not module, seen)
+            swap_in(part, CheckpointedForward, _lmp_checkpoint=state)
+            applied.callback(swap_out, part, CheckpointedForward)
     _without_cache(root, applied)
     return applied
+
+
+def _standing_for(module: nn.Module) -> Iterator[nn.Module]:
+    """What code may call instead of a chosen module: it iterates over a Sequential, or calls another method."""
+    yield from called_in(module, through_sequential=True)
+    for child in module.children():
+        yield from called_in(child)
+        yield from called_in(child, through_sequential=True)
+
+
+def kept_after_all(root: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
+    """Return the names of those of ``modules`` that have gradients, and of which no forward was checkpointed."""
+    names = {module: name for name, module in root.named_modules()}
+    kept = list[str]()
+    for module in modules:
+        state: CheckpointState | None = vars(module).get("_lmp_checkpoint")
+        trained = any(parameter.grad is not None for parameter in module.parameters())
+        # a stage of a pipeline has lost the modules of the others
+        if state is not None and not state.seen and trained and module in names:
+            kept.append(names[module])
+    return kept
 
 
 def _without_cache(root: nn.Module, applied: ExitStack) -> None:

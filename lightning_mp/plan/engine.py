@@ -19,7 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import TrainerFn, rank_zero_info, rank_zero_warn, set_dtype, trainer_of
-from lightning_mp.compat.torch import cpu_has_lstm, in_backward, makes_optimizer_state, mark_of, set_mark
+from lightning_mp.compat.torch import (
+    cpu_has_lstm,
+    in_backward,
+    makes_optimizer_state,
+    mark_of,
+    set_mark,
+    traces_graphs,
+)
 from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
@@ -82,6 +89,8 @@ class StepEngine(ABC):
         self._places: pins.Places = []
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
+        #: whether it was looked at, after the first backward pass, that they are
+        self._told_of_recomputation = False
         self._applied = ExitStack()
         self._loss: Tensor | None = None
         #: undoes the hooks and patches that ``connect`` installs
@@ -257,7 +266,22 @@ class StepEngine(ABC):
             self.on_trained_changed()
         if self._places:
             pins.refuse_replaced(self._places)
+        if self.recomputed and self._loss is not None and not self._told_of_recomputation:
+            self._tell_of_recomputation()
         return self.first_step("training_step")
+
+    def _tell_of_recomputation(self) -> None:
+        """After the first backward pass, warn of modules that were chosen for checkpointing and not recomputed."""
+        assert self._module is not None, "training_step() before check()"
+        self._told_of_recomputation = True
+        # within a compiled graph recomputation cannot be seen
+        kept = [] if traces_graphs(self._module) else checkpointing.kept_after_all(self._module, self.recomputed)
+        if kept:
+            named = ", ".join(map(repr, kept[:3])) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
+            rank_zero_warn(
+                f"checkpointing has no effect on {named}: nothing calls the forward of "
+                f"{'it' if len(kept) == 1 else 'them'}, and activations are kept. Name the modules that are called"
+            )
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
         """Around a step: the first of ``method`` is watched, unless the first of training was."""

@@ -1,12 +1,18 @@
 """What is recomputed, counted in FLOPs; and that nothing else changes."""
 
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import utils
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,8 +23,9 @@ from lightning_mp.numerics.dtypes import default_dtype
 from support.comparing import same
 from support.models import FEATURES
 from support.norms import Normed, conv_net, run
+from support.oracles import plan_for
 from support.pinning import pin, products
-from support.running import faults_of
+from support.running import faults_of, fit
 
 ROWS, WIDTH = 4, 8
 #: the FLOPs of one matrix product of a layer: a multiplication and an addition for each
@@ -139,6 +146,122 @@ def test_a_container_that_is_never_called_has_what_is_in_it_checkpointed(how: st
     assert same(gradients(root), gradients(plain))
     applied.close()
     assert [type(each) for each in root.modules()] == [type(each) for each in plain.modules()]
+
+
+class Stage(nn.Module):
+    """A container with a forward of its own, of which code calls another method, or what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.rest = Block(nn.Tanh()), nn.Sequential(Block(nn.Tanh()))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.rest(self.first(x))
+
+    forward = encode
+
+
+class CallsAMethod(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layers = how, Stage()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "iterated":
+            for layer in (self.layers.first, *self.layers.rest):
+                x = layer(x)
+            return x
+        return self.layers.encode(x) if self.how == "method" else self.layers(x)
+
+
+@pytest.mark.parametrize("how", ["called", "method", "iterated"])
+def test_a_container_with_a_forward_that_nobody_calls_has_what_is_in_it_checkpointed(how: str) -> None:
+    plain, root = CallsAMethod(how), CallsAMethod(how)
+    applied = checkpoint(root, modules="layers")
+    # called as a whole the last product of the first block is needed too
+    assert flops(root) == (FORWARD + BACKWARD + 2 * TWICE) * PRODUCT
+    assert same(gradients(root), gradients(plain))
+    applied.close()
+    assert [type(each) for each in root.modules()] == [type(each) for each in plain.modules()]
+
+
+def _patched(how: str) -> nn.Module:
+    root = Net(after=with_tanh_at_the_end)
+    for block in root.blocks:
+        if how == "compiled":
+            block.forward = torch.compile(block.forward, backend="eager")
+        else:
+            block.forward = MethodType(Block.forward, block)
+    return root
+
+
+# dynamo's own, on inputs that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("how", ["method", "compiled"])
+def test_a_forward_that_was_set_on_the_instance_is_recomputed(how: str) -> None:
+    root, plain = _patched(how), Net(after=with_tanh_at_the_end)
+    checkpoint(root)
+    kept = list[Tensor]()
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        root(X)
+    assert len(kept) == TWICE  # the inputs of the blocks
+    assert same(gradients(root), gradients(plain))
+
+
+def test_python_code_of_a_compiled_forward_runs_in_the_recomputation_too() -> None:
+    class Counts(Block):
+        calls = 0
+
+        def forward(self, x: Tensor, *, gain: float = 1.0) -> Tensor:
+            self.calls += 1
+            return super().forward(x, gain=gain)
+
+    root = nn.Sequential(Counts())
+    root[0].forward = torch.compile(root[0].forward, backend="eager")
+    checkpoint(root, modules="0")
+    root(X).sum().backward()
+    assert root[0].calls == 2
+
+
+class Reads(LightningModule):
+    """Computes with the weights of a layer that it does not call."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.block, self.head = how, nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        block = self.block
+        if self.how == "unused" or (self.how == "later" and batch_idx < 2):
+            return self.head(batch[0]).mean()
+        if self.how == "skipped" and batch_idx < 2:
+            return None
+        x = nn.functional.linear(batch[0], block.weight, block.bias) if self.how == "read" else block(batch[0])
+        return self.head(x).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("how", ["read", "called", "unused", "later", "skipped"])
+def test_a_module_that_is_trained_and_never_recomputed_is_said_once(
+    how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._dynamo.utils, "counters", defaultdict(Counter))  # of tests that compiled
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(Reads(how), plugins=[plan_for("32-true", checkpointing="block")])
+    told = [str(each.message) for each in said if "checkpointing has no effect" in str(each.message)]
+    assert len(told) == (how == "read")
+    if told:
+        assert "'block'" in told[0]
+
+
+def test_a_pattern_that_matches_nothing_that_has_a_forward_is_refused() -> None:
+    root = nn.ModuleDict({"scales": nn.ParameterList([torch.ones(2)]), "net": Net()})
+    with pytest.raises(PlanError, match="Checkpointing 'scales', which matches no module with a forward"):
+        checkpoint(root, modules="scales")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
