@@ -48,7 +48,7 @@ def test_an_error_arrives_as_it_left(error: Exception, travel: Callable[[Excepti
 
 def test_a_missing_extra_names_the_command() -> None:
     said = str(ERRORS["MissingExtraError"])
-    assert re.fullmatch(r"LoRA needs peft\. Install it: pip install 'peft\S+' 'tokenizers\S+' 'transformers\S+'", said)
+    assert re.fullmatch(r"LoRA needs peft\. Install it: pip install 'peft\S+' 'safetensors\S+' 'tokenizers\S+' 'transformers\S+'", said)
     assert ERRORS["MissingExtraError"].name == "peft"  # type: ignore[attr-defined]
 
 

@@ -98,7 +98,7 @@ class _Watch:
         for module in self._names:
             if (
                 module is not self._root or len(self._names) == 1
-            ):  # the root's hook would see the values of every module
+            ):  # the root would see all values
                 self._handles.append(module.register_forward_hook(self._on_output, with_kwargs=True))
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:
