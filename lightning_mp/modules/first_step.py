@@ -5,6 +5,7 @@ Operators are seen below autocast, so that every function counts. Compiled graph
 
 import re
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -57,12 +58,16 @@ class FirstStep(TorchDispatchMode):
         self._root, self._members, self._compute, self._half_values = root, members, compute, halves
         #: by ``id`` of every parameter that was met; those of sharded modules are made in their forward
         self._known: dict[int, _Source | None] = {}
+        #: those parameters, so that no other one gets their ``id``
+        self._met: dict[int, nn.Parameter] = {}
+        self._calls = _Calls()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, with a look at what it is given and what comes out."""
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or in_backward():
             return func(*args, **kwargs)
+        self._calls.forget_finished()
         given, name = floating_in([args, kwargs]), func.overloadpacket.__name__
         sources = {id(tensor): source for tensor in given if (source := self._source(tensor)) is not None}
         moves = func.is_view or name in _COPIES
@@ -98,7 +103,9 @@ class FirstStep(TorchDispatchMode):
         if not isinstance(tensor, nn.Parameter):
             return getattr(tensor, _SOURCE, None)
         if id(tensor) not in self._known:
-            self._known.update((id(parameter), None) for parameter in (tensor, *self._root.parameters()))
+            met = {id(parameter): parameter for parameter in (tensor, *self._root.parameters())}
+            self._met |= met
+            self._known.update(dict.fromkeys(met))
             for member in self._members:
                 own = member.module.named_parameters(recurse=False)
                 self._known.update((id(parameter), _Source(member, key, True)) for key, parameter in own)
@@ -120,7 +127,7 @@ class FirstStep(TorchDispatchMode):
         cast = next((noted for tensor in given if (noted := getattr(tensor, _CAST, None)) is not None), None)
         source = self._source(given[0]) if given and name == "_to_copy" else None
         if source is not None and source.whole and not in_pinned_forward() and source.member.pin.dtype != self._compute:
-            cast = source, _call()
+            cast = source, self._calls.current()
         if cast is None:
             return
         for tensor in made:
@@ -131,7 +138,7 @@ class FirstStep(TorchDispatchMode):
         """Raise where a weight is computed with in the call that cast it: what users cast themselves they mean."""
         for tensor in given:
             source, call = getattr(tensor, _CAST, (None, None))
-            if source is None or call != _call() or _in_pinned_call():
+            if source is None or call != self._calls.current() or _in_pinned_call():
                 continue
             # a table of learned queries may be what is multiplied, and is cast as any activation is
             factors = [other for other in given if other.ndim > 1]
@@ -166,10 +173,40 @@ def _past_pin(source: _Source, how: str, name: str) -> PlanError:
     )
 
 
-def _call() -> tuple[int, int] | None:
-    """Which call of Python code the operator at hand is made in."""
-    frame = calling_frame(__file__)
-    return None if frame is None else (id(frame), frame.f_lasti)
+class _Calls:
+    """Tells calls of Python functions apart. The ``id`` of a frame does not: the next call may get the same one.
+
+    A frame is held while its call runs, so that no other frame has its ``id``. Finished ones are let go of with the
+    next operator, because a frame holds the activations among its variables.
+    """
+
+    def __init__(self) -> None:
+        #: the frames in which a weight was cast, by a number of their own
+        self._frames: dict[int, FrameType] = {}
+        self._count = 0
+
+    def current(self) -> tuple[int, int] | None:
+        """Return a number of the call in which the operator at hand is called, and where in its code; or None."""
+        frame = calling_frame(__file__)
+        if frame is None:
+            return None
+        number = next((number for number, other in self._frames.items() if other is frame), None)
+        if number is None:
+            self._count += 1
+            number = self._count
+            self._frames[number] = frame
+        return number, frame.f_lasti
+
+    def forget_finished(self) -> None:
+        """Let go of the frames of calls that are over."""
+        if not self._frames:
+            return
+        running = set[int]()
+        frame = calling_frame(__file__)
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+        self._frames = {number: frame for number, frame in self._frames.items() if id(frame) in running}
 
 
 def _in_pinned_call() -> bool:

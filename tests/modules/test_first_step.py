@@ -1,6 +1,7 @@
 """What a first step is refused for, and what ordinary models do with pinned weights that is not."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -95,6 +96,35 @@ def hooked() -> nn.Linear:
     return layer
 
 
+def _decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A profiler's or a logger's decorator: the same line of Python calls a cast, and then a product."""
+
+    def wrapper(*arguments: Any) -> Tensor:
+        return function(*arguments)
+
+    return wrapper
+
+
+_to, _linear = _decorated(Tensor.to), _decorated(F.linear)
+
+
+def _interpreted(self: Any, x: Tensor) -> Tensor:
+    """As an interpreter of graphs (torch.fx) runs it: each node by the same line of a loop."""
+    values: dict[str, Any] = {"x": x.bfloat16(), "w": self.inner.weight, "dtype": torch.bfloat16}
+    nodes = [("w", Tensor.to, ("w", "dtype")), *[("x", F.linear, ("x", "w"))] * 3, ("x", Tensor.to, ("x", "dtype"))]
+    for name, function, inputs in nodes:
+        values[name] = _decorated(function)(*[values[key] for key in inputs])
+    return self.head(values["x"].to(x.dtype))
+
+
+def _listed(self: Any, x: Tensor) -> Tensor:
+    """Casts by a helper, and products by another one later."""
+    h, weights = x.bfloat16(), [_to(each.weight, torch.bfloat16) for each in (self.inner, self.head)]
+    for weight in weights * 3:
+        h = _linear(h, weight)
+    return h.to(x.dtype)
+
+
 #: forward → the parts it has; each is pinned as ``inner``
 HEALTHY: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
     "called": (lambda self, x: self.head(self.inner(x)), linear),
@@ -102,6 +132,12 @@ HEALTHY: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
         lambda self, x: self.head(F.linear(x.bfloat16(), self.inner.weight.bfloat16()).to(x.dtype)),
         linear,
     ),
+    "cast by a decorated function": (
+        lambda self, x: self.head(_linear(x.bfloat16(), _to(self.inner.weight, torch.bfloat16)).to(x.dtype)),
+        linear,
+    ),
+    "interpreted": (_interpreted, linear),
+    "cast by a helper": (_listed, linear),
     "added": (lambda self, x: self.head((x + self.inner.weight[0]).to(x.dtype)), linear),
     "a penalty on weights": (lambda self, x: self.head(x) + self.inner.weight.square().mean(), linear),
     "a penalty on gradients": (_penalty, linear),
@@ -150,6 +186,41 @@ def test_a_weight_that_is_computed_with_past_its_pin_is_named(what: str, mode: s
     forward, make = PAST_ITS_PIN[what]
     with pytest.raises(PlanError, match=r"inner\.\w+ is pinned to fp32 .* \(\w+, test_first_step.py:\d+\)"):
         first_step(Net(forward, inner=make(), head=linear()), {"inner": "fp32"}, mode)
+
+
+@pytest.mark.parametrize("mode", ["bf16-mixed", "bf16-true"])
+def test_a_decorated_function_of_a_pinned_weight_is_named_too(mode: str) -> None:
+    root = Net(lambda self, x: _linear(x, self.inner.weight), inner=linear(), head=linear())
+    with pytest.raises(PlanError, match=r"inner\.\w+ is pinned to fp32"):
+        first_step(root, {"inner": "fp32"}, mode)
+
+
+def test_a_parameter_that_is_made_meanwhile_is_not_taken_for_one_that_is_gone() -> None:
+    """Temporary parameters of a functional call get the place in memory, and the id, of those before."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for _ in range(50):
+            x = x + 0 * nn.Parameter(x.detach().clone())
+        return self.head(self.inner(x))
+
+    assert first_step(Net(forward, inner=linear(), head=linear()), {"inner": "fp32"}, "bf16-mixed").isfinite().all()
+
+
+def test_variables_of_finished_calls_are_let_go_of_with_the_next_operator() -> None:
+    seen = list[Any]()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        def helper(weight: Tensor) -> Tensor:
+            large = torch.ones(1000)
+            seen.append(weakref.ref(large))
+            return weight.to(torch.bfloat16)
+
+        h = F.linear(x.bfloat16(), helper(self.inner.weight))
+        seen.append(seen[0]())
+        return self.head(h.to(x.dtype))
+
+    first_step(Net(forward, inner=linear(), head=linear()), {"inner": "fp32"}, "bf16-true")
+    assert seen[1] is None
 
 
 class Recorded(Net):
