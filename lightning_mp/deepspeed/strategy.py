@@ -38,6 +38,7 @@ from lightning_mp.deepspeed import merge
 from lightning_mp.deepspeed.engine import ZeroEngine, refuse
 from lightning_mp.deepspeed.read import SUBJECT, JsonLike, load_json
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
+from lightning_mp.fsdp2.units import cannot_initialise, materialize
 from lightning_mp.modules import half_weights
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.pins import PinMap
@@ -194,6 +195,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             )
         refuse_callbacks(module, "ZeRO, whose weights and schedule are DeepSpeed's", faults)
         refuse_weights(module, faults, why="ZeRO", whole=self._stage < 3)
+        cannot_initialise(module, faults)
         return merge.add_trainer(
             self._composed(engine.policy, faults),
             faults,
@@ -212,6 +214,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         # Lightning makes the optimizer of a config that has the block, and never asks configure_optimizers.
         self._optimizer_of_json = config.pop("optimizer", None)
         self.config, self._config_initialized = config, True
+        self._make_whole(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         if trainer.training:
@@ -277,7 +280,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                     faults.add(both, fix="remove one")
             self._source_group = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, names)
         for parameter in model.parameters():
-            compat.cast_partition(parameter)  # of those made partitioned, a pin has cast the empty shell
+            compat.cast_partition(parameter)  # a pin has cast the empty shell of what a user's zero.Init() split
         trained = by_dtype((parameter for parameter in model.parameters() if parameter.requires_grad), names)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
@@ -327,16 +330,15 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         fp32 = (weight for weight in weights if weight.tensor.dtype == torch.float32)
         return {id(weight.tensor): weight.name for weight in fp32 if self._stage == 3 or weight.tensor.dim() > 1}
 
-    def model_sharded_context(self) -> Any:
-        """Modules made in it are partitioned at once under stage 3, in fp32."""
-        if self._stage < 3:
-            return nullcontext()
-        import deepspeed
+    #: ``configure_model`` makes a whole model, which DeepSpeed splits when the run starts. What initialises or loads
+    #: weights after their module was made (transformers, ``from_pretrained``, torch's attention) would write to the
+    #: empty tensors that ``deepspeed.zero.Init`` leaves.
+    model_sharded_context: Any = nullcontext
 
-        # fp32 is stored where no half engine is on; a dtype given to it may become bf16 (Init._set_dtype)
-        zero = merge.over(self._host_defaults, merge.without_unset(self._given or {}))["zero_optimization"]
-        config = {"zero_optimization": zero | {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
-        return deepspeed.zero.Init(remote_device=self.remote_device, config_dict_or_path=config)
+    def _make_whole(self, module: nn.Module) -> None:
+        """Make and initialise what is on the meta device; under stage 3 on the CPU, from where it is split."""
+        place = torch.device("cpu") if self._stage == 3 else self.root_device
+        materialize(module, module, place, self.root_device)
 
     def teardown(self) -> None:
         """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""

@@ -1,16 +1,20 @@
 """DeepSpeed's ZeRO stages under a plan, in two real processes: what they train is what DDP trains."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_mp import LossScaling, PlanError, make_strategy
 from lightning_mp.deepspeed import strategy as forward
+from support import hf
 from support.collectives import Moved
 from support.comparing import of_sums, of_training, same, same_runs
 from support.deepspeed_json import WHOLE_FP16, fp16_supported
@@ -19,7 +23,7 @@ from support.models import FEATURES, HIDDEN, same_weights
 from support.oracles import plan_for
 from support.ranks import Ranks
 from support.running import fit
-from support.sharded import HOSTS, RATE, Both, Ranked, on, refused, trained
+from support.sharded import HOSTS, RATE, Both, Ranked, initialised_as_usual, on, refused, trained, whole
 from support.traces import lightning_says
 
 pytest.importorskip("deepspeed")
@@ -31,12 +35,21 @@ OVERFLOWS = partial(Small, bad=(BAD,))
 LAST_BITS = of_training("32-true", RATE)
 
 
+def _own_init() -> Any:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    return deepspeed.zero.Init(config_dict_or_path=config)
+
+
 class LeftOut(Ranked):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if (self.current_epoch, batch_idx) == (0, 7) else None
 
 
 class Later(Ranked):
+    """Splits its model itself, as it is made."""
+
     def __init__(self) -> None:
         super().__init__(optimizer="adamw")
         self.net = None
@@ -44,8 +57,9 @@ class Later(Ranked):
     def configure_model(self) -> None:
         if self.net is None:
             torch.manual_seed(0)
-            layers = nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)
-            self.net = nn.Sequential(*layers)
+            with _own_init() if hasattr(self.trainer.strategy, "half_weights") else nullcontext():
+                layers = nn.Linear(FEATURES, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)
+                self.net = nn.Sequential(*layers)
 
 
 def _both(stage: str, mode: str, module: Any = OVERFLOWS, options: Any = (), **strategy: Any) -> Both:
@@ -146,6 +160,81 @@ def test_stage_3_gathers_in_half_precision_and_trains_what_it_did(ranks: Ranks) 
     for said in ranks.call(_reads_a_weight):
         assert "net.2.weight" in said
         assert "pins={'net.2': 'fp32'}" in said
+
+
+class MadeLate(LightningModule):
+    """Its model is made in ``configure_model``, and initialised or loaded after its parts were."""
+
+    def __init__(self, way: str, pretrained: str) -> None:
+        super().__init__()
+        self.way, self.pretrained = way, pretrained
+        self.model: Any = None
+        self.losses: list[float] = []
+        self.start: dict[str, torch.Tensor] = {}
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(5)
+            self.model = MADE_LATE[self.way](self.pretrained)
+
+    def on_train_start(self) -> None:
+        self.start = whole(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.way == "torch's own":
+            loss = self.model(batch.float()[..., None].expand(-1, -1, 8)).pow(2).mean()
+        else:
+            loss = hf.loss_of(self.model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-3)
+
+
+def _pretrained(path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+def _on_meta(_: str) -> Any:
+    with torch.device("meta"):
+        return hf.llama()
+
+
+MADE_LATE: dict[str, Any] = {
+    "from a config": lambda _: hf.llama(),
+    "pretrained": _pretrained,
+    "with adapters": lambda _: hf.llama(lora=True),
+    "torch's own": lambda _: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+    "on the meta device": _on_meta,
+}
+
+
+def _made_late(folder: str, name: str) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for way in MADE_LATE:
+        if way == "on the meta device" and name == "ddp":
+            continue
+        module = MadeLate(way, folder)
+        fit(module, data=hf.token_batches(), max_steps=2, plugins=[plan_for("32-true")], **HOSTS[name]())
+        made[way] = {"start": module.start, "losses": module.losses}
+    return made
+
+
+def test_a_model_of_configure_model_begins_where_it_begins_under_ddp(ranks: Ranks, tmp_path: Path) -> None:
+    """transformers and torch's attention initialise, and ``from_pretrained`` loads, after the parts were made."""
+    hf.llama().save_pretrained(tmp_path)
+    stock, one, three = (ranks.call(_made_late, str(tmp_path), name)[0] for name in ("ddp", "zero1", "zero3"))
+    for way, expected in stock.items():
+        for made in (one[way], three[way]):
+            assert same_weights(made["start"], expected["start"]), way
+            assert same(made["losses"], expected["losses"], LAST_BITS), way
+    on_meta = [made["on the meta device"]["start"] for made in (one, three)]
+    assert same_weights(*on_meta)
+    assert initialised_as_usual(on_meta[0], stock["from a config"]["start"])
 
 
 ADAM = {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}}
