@@ -96,9 +96,7 @@ class _Watch:
 
     def __enter__(self) -> None:
         for module in self._names:
-            if (
-                module is not self._root or len(self._names) == 1
-            ):  # the root would see all values
+            if module is not self._root or len(self._names) == 1:  # the root would see all values
                 self._handles.append(module.register_forward_hook(self._on_output, with_kwargs=True))
         for name, parameter in self._root.named_parameters():
             if parameter.requires_grad:

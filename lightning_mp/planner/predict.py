@@ -1,4 +1,4 @@
-"""``predict_memory``: the peak of one rank, traced where that is possible, by formula where it is not."""
+"""``predict_memory``: the peak memory of one rank, by a trace if possible, else by a formula."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ from lightning_mp.planner.storages import FakeCopies, Storages, alive, fake_batc
 from lightning_mp.policy import Checkpointing, PrecisionPolicy
 from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
-#: strategies under which every rank holds all of the model, and runs as one device does
+#: strategies under which every rank holds the whole model
 _REPLICATED = ("auto", "ddp")
 _HELD: tuple[str, ...] = ("parameters", "gradients", "optimizer_state")
 
@@ -52,22 +52,24 @@ def predict_memory(
     devices: int = 1,
     trainer_args: Mapping[str, Any] | None = None,
 ) -> MemoryPrediction:
-    """The memory that one rank needs at the peak of its first two optimizer steps; nothing of that size is allocated.
+    """Predict the peak memory of the first rank in its first two optimizer steps, without allocating it.
 
-    The Trainer, the plan and the strategy run two steps on a copy of ``module`` whose tensors have no memory, and every
-    storage is counted while it lives. Weights may be on the meta device. What the module computes from numbers that
-    are not known then is not known: a float that it reads is 1, a bool False; integers of the batch are known.
+    The Trainer, the plan and the strategy run two steps on a copy of ``module`` whose tensors have no memory. Every
+    storage is counted while it is alive. Weights may be on the meta device. Integers of the batch keep their values. A
+    value computed from activations is unknown: if the module reads it, a float is 1 and a bool is False.
+
+    If the trace fails, one warning gives the reason, and the prediction comes from a formula.
 
     Args:
-        module: a LightningModule; it, the generators and the process are afterwards as before.
-        batch: what ``training_step``, or ``pipeline_batch``, gets on one rank.
-        plan: what the run would carry out.
-        strategy: a name for ``make_strategy``, or what it returned, which this uses up.
-        devices: ranks, of which the first is predicted.
-        trainer_args: of the Trainer's arguments those that change memory, such as ``accumulate_grad_batches``.
+        module: a LightningModule. It, the random generators and the process stay as they are.
+        batch: the batch that ``training_step``, or ``pipeline_batch``, gets on one rank.
+        plan: the plan of the run.
+        strategy: a name for ``make_strategy``, or its result, which cannot be used for a run afterwards.
+        devices: the number of ranks.
+        trainer_args: Trainer arguments that change memory, such as ``accumulate_grad_batches``.
 
     Raises:
-        PlanError: what the Trainer would refuse too.
+        PlanError: a bad argument, or a run that the Trainer would refuse.
     """
     _check(module, plan, devices)
     common, built, ranks = dict(trainer_args or {}), cast("Any", strategy), int(devices)
@@ -84,7 +86,7 @@ def predict_memory(
         return traced(module, batch, plan, {**common, "strategy": built, "devices": ranks})
     except PlanError:
         raise
-    except Exception as error:  # of torch, of Lightning, of the user's own code
+    except Exception as error:  # from torch, Lightning or the user's code
         rank_zero_warn(f"predict_memory answers by a formula: {why(error)}")
         return by_formula(module, batch, plan, built, ranks, why(error))
 
@@ -100,19 +102,23 @@ def _check(module: object, plan: object, devices: object) -> None:
 
 
 def why(error: BaseException) -> str:
-    """What could not be traced, which torch names by its operator, and where that was."""
+    """Return the function that raised in a trace, its error, and its file and line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{last.name} raised {type(error).__name__}: {one_line(error)[:160]}"
     return f"{said} ({Path(last.filename).name}:{last.lineno})"
 
 
 def _replicated(found: MemoryPrediction, module: nn.Module, policy: PrecisionPolicy, ranks: int) -> MemoryPrediction:
-    """DDP keeps buckets of the gradients' size next to them, and until the next backward what it summed instead."""
+    """Add DDP's buckets to the prediction for one device.
+
+    The buckets have the size of the gradients. A gradient of another dtype than the sum has its sum beside it until
+    the next backward pass.
+    """
     if ranks == 1:
         return found
     kept, size = found.held["gradients"], to_torch(policy.reduce_dtype).itemsize
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    # of 2 and 4 bytes a number, ``size`` is one: how many gradients are of the other
+    # Gradients have 2 or 4 bytes a number, and ``size`` is one of these: count the gradients of the other.
     summed = max((kept - size * trained) // (6 - 2 * size), 0)
     buckets = kept + size * summed
     parts = {**found.parts, "other": found.parts["other"] + buckets}
@@ -122,12 +128,15 @@ def _replicated(found: MemoryPrediction, module: nn.Module, policy: PrecisionPol
 def by_formula(
     module: nn.Module, batch: Any, plan: MixedPrecisionPlan, strategy: str | Strategy, ranks: int, reason: str
 ) -> MemoryPrediction:
-    """The formula of :func:`lightning_mp.planner.estimate`; without a transformers config only what is held."""
+    """Return the prediction of :func:`lightning_mp.planner.estimate`.
+
+    Without a transformers config it has parameters, gradients, optimizer state and buffers alone.
+    """
     policy, notes = plan.policy, [f"not traced: {reason}"]
     params = sum(parameter.numel() for parameter in module.parameters())
     config = next((inner.config for inner in module.modules() if hasattr(inner, "config")), None)
     name, (shards, split) = name_of(strategy), (ranks, 1)
-    if hasattr(strategy, "degrees"):  # the ranks that shard the weights, and those that split or share out layers
+    if hasattr(strategy, "degrees"):  # (ranks, ranks that shard the weights, ranks that split layers or share them out)
         _, shards, split = cast("Any", strategy).degrees(ranks)
     kind = "fsdp2" if name == "pipeline" and shards > 1 else name
     sizes = held(policy.precision, kind, shards)
@@ -145,7 +154,7 @@ def by_formula(
             micro_batch=shape[0],
             checkpointing="none" if policy.checkpointing is None else policy.checkpointing.mode,
         ).parts
-        # The strategy's own mesh (HSDP's) is known here, what ZeRO keeps of an embedding there.
+        # This function knows the strategy's mesh (HSDP), ``estimate`` knows ZeRO's copy of an embedding.
         found = {**found, **estimated} if name.startswith("deepspeed") else {**estimated, **found}
         notes.append("by the formula of a decoder with AdamW")
     except (PlanError, TypeError):
@@ -156,9 +165,9 @@ def by_formula(
     return MemoryPrediction(sum(parts.values()), parts, stays, "formula", tuple(notes))
 
 
-# ---------------------------------------------------------------------- what fits a device
+# ---------------------------------------------------------------------- the largest batch on a device
 
-#: more are not tried
+#: the largest number of rows that is tried
 MOST_ROWS = 4096
 _TRIES = 8
 Mode = Literal["none", "selective", "full"]
@@ -166,7 +175,7 @@ Mode = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One way of checkpointing: the prediction for the batch at hand, and how many rows of it fit; 0: none do."""
+    """A way of checkpointing: the prediction for the given batch, and the largest number of rows that fits, or 0."""
 
     checkpointing: Mode
     prediction: MemoryPrediction
@@ -174,7 +183,7 @@ class Fit:
 
 
 def rows_of(batch: Any) -> int:
-    """How many rows ``batch`` has: the size of its first tensor."""
+    """Return the number of rows of ``batch``: the size of its first tensor, or 1."""
     return next((len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
@@ -187,11 +196,11 @@ def fits(
     known: MemoryPrediction | None = None,
     **run: Any,
 ) -> Iterator[Fit]:
-    """Each way of checkpointing, the one that recomputes least first, on a device of ``memory`` bytes.
+    """Yield each way of checkpointing on a device of ``memory`` bytes, the one that recomputes least first.
 
-    Other ways than the plan's own are for its modules, or else for the blocks that a transformers model names.
-    ``strategy`` makes the strategy for a plan; ``known`` is what was predicted for ``plan`` and ``batch`` already;
-    ``run`` goes to ``predict_memory``.
+    Checkpointed are the plan's modules, or else the blocks that a transformers model names. ``strategy`` makes the
+    strategy for a plan. ``known`` is an earlier prediction for ``plan`` and ``batch``. ``run`` has further arguments
+    of ``predict_memory``.
     """
     own, given = plan.policy.checkpointing, rows_of(batch)
     named = {name for inner in module.modules() for name in block_classes(inner)}
@@ -203,7 +212,7 @@ def fits(
         there = MixedPrecisionPlan.from_policy(replace(plan.policy, checkpointing=recomputed))
 
         def predict(rows: int, there: MixedPrecisionPlan = there) -> MemoryPrediction:
-            """Of the batch's own rows again and again."""
+            """Return the prediction for that number of rows, which repeat the rows of the batch."""
             chosen = torch.arange(rows) % given
 
             def of(leaf: Any) -> Any:
@@ -216,15 +225,18 @@ def fits(
 
 
 def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: MemoryPrediction) -> int:
-    """The most rows whose ``peak`` is not above ``memory``: guessed on a line from what is held without any, tried."""
-    low, high = 0, MOST_ROWS + 1  # so many fit, so many do not
+    """Return the largest number of rows whose ``peak`` is at most ``memory``, or 0.
+
+    Each guess lies on the line from the bytes without activations through the last trial.
+    """
+    low, high = 0, MOST_ROWS + 1  # ``low`` rows fit, ``high`` rows do not
     held, guess, size = sum(known.held.values()), rows, known.peak_bytes
     for _ in range(_TRIES):
         low, high = (guess, high) if size <= memory else (low, guess)
         if high - low <= 1:
             break
         line = int(guess * (memory - held) / max(size - held, 1))
-        if line > 2 * MOST_ROWS:  # far from the limit: not worth another trace
+        if line > 2 * MOST_ROWS:  # far from the limit, so another trace is not worth its time
             return MOST_ROWS
         guess = min(max(line, low + 1), high - 1)
         size = peak(guess)
@@ -236,14 +248,14 @@ def most_rows(peak: Callable[[int], int], memory: float, rows: int, known: Memor
 
 STEPS = 2
 ALONE: Mapping[str, Any] = {**BARE, "max_steps": STEPS}
-#: of a run's Trainer arguments, those that this run decides, and those that write
+#: Trainer arguments that are replaced here, or that write files
 LEFT_OUT = frozenset(
     ("max_time", "num_nodes", "plugins", "callbacks", "logger", "profiler", "ckpt_path", "default_root_dir")
 )
 
 
 class _Follow(Callback):
-    """Tells the storages where the run is, and what tensors are for."""
+    """Reports the pass of the run to the storages, and names the storages of parameters, gradients and state."""
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
@@ -284,7 +296,7 @@ class _Follow(Callback):
 
 @contextmanager
 def _kept() -> Generator[None, None, None]:
-    """On exit the process and its rank are as they were; silent within, and Lightning starts no other process."""
+    """Within, print nothing and let Lightning start no process. On exit the process and its rank are restored."""
     rank = getattr(rank_zero_only, "rank", None)
     try:
         with quietly(logging.ERROR), process_kept(torch.device("cpu")), warnings.catch_warnings():
@@ -298,14 +310,16 @@ def _kept() -> Generator[None, None, None]:
 def traced(
     module: nn.Module, batch: Any, plan: MixedPrecisionPlan, trainer_args: Mapping[str, Any]
 ) -> MemoryPrediction:
-    """Run ``STEPS`` optimizer steps on copies without memory; ``trainer_args`` names strategy and devices.
+    """Return the prediction of ``STEPS`` optimizer steps on copies without memory.
+
+    ``trainer_args`` has the strategy and the devices.
 
     Raises:
-        Exception: whatever the module, the plan or torch raise on tensors whose numbers are not known.
+        Exception: any exception of the module, the plan or torch on tensors whose values are unknown.
     """
-    device = torch.device("cpu")  # where the module is made; Lightning moves it
+    device = torch.device("cpu")  # of the copy; Lightning moves it
     on_cuda = torch.cuda.is_available() and trainer_args.get("accelerator", "auto") in ("auto", "gpu", "cuda")
-    storages = Storages("cuda" if on_cuda else "cpu")  # for a device that is not here: sizes are the same
+    storages = Storages("cuda" if on_cuda else "cpu")  # sizes are the same on a GPU that this machine lacks
     follow, arguments = _Follow(storages), {key: each for key, each in trainer_args.items() if key not in LEFT_OUT}
     arguments |= {"accelerator": storages.device, **ALONE, "callbacks": [follow]}
     ranks = arguments.get("devices", 1)
@@ -321,11 +335,11 @@ def traced(
         stack.enter_context(storages)
         stack.enter_context(FakeCopies(device))
         copied = fake_module(module, device)
-        # what a user's hooks may write or fetch
+        # These hooks of the user may write files or fetch data.
         copied.configure_callbacks, copied.prepare_data = list, lambda: None
         trainer.fit(copied, train_dataloaders=repeat(fake_batch(batch, device)))
     events, end = storages.events, follow.end or len(storages.events)
-    # the second step's, as a rule: before an optimizer's first one its weights may be kept, as Adafactor's are
+    # Mostly the peak of the second step. Adafactor copies the weights before its first step.
     size, parts = peak(events, follow.first or 0, end)
     workspaces = cublas_workspaces() if on_cuda else 0
     parts["other"] += workspaces
@@ -333,9 +347,9 @@ def traced(
 
 
 def cublas_workspaces() -> int:
-    """Bytes that torch gives cuBLAS: one workspace for the thread of the forward pass, one for that of the backward.
+    """Return the bytes of cuBLAS's workspaces: one for the thread of the forward pass, one for the backward pass.
 
-    torch's defaults (aten/src/ATen/cuda/CublasHandlePool.cpp); on an H100 it was just what a trace came out too low by.
+    The sizes are torch's defaults (aten/src/ATen/cuda/CublasHandlePool.cpp). On an H100 a trace was too low by them.
     """
     of_each = 32 * 2**20 if torch.cuda.get_device_capability() >= (9, 0) else 8 * 2**20 + 128 * 2**10
     return 2 * of_each

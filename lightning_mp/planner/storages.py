@@ -1,6 +1,6 @@
-"""Tensors without memory: what is known of their numbers, and which of their storages are alive when, for what.
+"""Tensors without memory: the values that are known of them, and the life and purpose of their storages.
 
-Small integer tensors, such as ids and masks, keep their numbers, so that shapes made of them are right.
+Small integer tensors, such as ids and masks, keep their values, so that shapes computed from them are right.
 """
 
 import copy
@@ -33,25 +33,25 @@ from lightning_mp.compat.torch_fake import (
 from lightning_mp.numerics.grads import local
 from lightning_mp.planner.memory import PARTS
 
-#: CUDA's allocator gives out whole blocks of so many bytes
+#: the block size of CUDA's allocator, in bytes
 _CUDA_BLOCK = 512
-#: flags, and flags stacked with a count
+#: the largest number of entries of a flag, which may be stacked with a count
 _SMALL = 2
-#: entries of a tensor whose numbers are kept: a mask over 2048 x 2048 tokens
+#: the largest number of entries of a tensor whose values are kept: a mask over 2048 x 2048 tokens
 _MOST = 2**22
 _VALUE = "_lightning_mp_value"
 _CPU = torch.device("cpu")
-#: numbers that were overwritten by unknown ones
+#: marks a storage whose values were overwritten by unknown ones
 _UNKNOWN = "_lightning_mp_unknown"
 
 
 def keeps(tensor: Tensor) -> bool:
-    """Whether the numbers of such a tensor are kept."""
+    """True if the values of such a tensor are kept."""
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST
 
 
 def known(tensor: Tensor) -> Tensor | None:
-    """The numbers of ``tensor``, or ``None``."""
+    """Return a tensor with the values of ``tensor``; ``None`` if they are unknown."""
     if not is_fake(tensor):
         return None if tensor.is_meta else tensor
     value = getattr(tensor, _VALUE, None)
@@ -61,7 +61,10 @@ def known(tensor: Tensor) -> Tensor | None:
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns for the numbers of its tensors; ``None`` where they are not all known."""
+    """Return the result of ``func`` on the values of its tensors.
+
+    ``None`` if one of them is unknown or too large. Tensors that ``func`` writes to are then unknown too.
+    """
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(known(tensor) is None for tensor in tensors) or not all(map(keeps, tensors)):
         for tensor in leaves(overwritten(func, args, kwargs)):
@@ -84,7 +87,7 @@ def _arbitrary(func: Any) -> bool:
 
 
 def fake(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor like ``tensor`` under the ``FakeTensorMode`` that is on; a parameter where it is one."""
+    """Return a fake like ``tensor`` under the current ``FakeTensorMode``, a parameter for a parameter."""
     like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(like, requires_grad=tensor.requires_grad)
@@ -96,7 +99,7 @@ def fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class FakeCopies(TorchFunctionMode):
-    """``deepcopy`` of a tensor that is no parameter, wherever it is kept, is a fake of it."""
+    """Within, ``deepcopy`` of a tensor returns a fake of it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -112,7 +115,7 @@ class FakeCopies(TorchFunctionMode):
 
 
 def fake_module(module: nn.Module, device: torch.device) -> Any:
-    """Within ``FakeCopies``, a copy of ``module`` with fakes on ``device``, attached to no Trainer; ties hold."""
+    """Return a copy of ``module`` with fakes on ``device``, without its Trainer; ties hold. Call in ``FakeCopies``."""
     memo: dict[int, Any] = {}
     for inner in module.modules():
         memo.update((id(owner), None) for owner in attached_to(inner))
@@ -124,12 +127,12 @@ def fake_module(module: nn.Module, device: torch.device) -> Any:
 
 
 def fake_batch(batch: Any, device: torch.device) -> Any:
-    """``batch`` with fakes for its tensors."""
+    """Return ``batch`` with a fake for each tensor."""
     return mapped(lambda leaf: fake(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 class Held:
-    """One storage: its bytes, which of ``PARTS`` it belongs to, and a reference that tells when it is gone."""
+    """A storage: its bytes, its part (one of ``PARTS``), and a weak reference that reports its end."""
 
     __slots__ = ("bytes", "part", "ref")
 
@@ -138,10 +141,10 @@ class Held:
 
 
 class Storages(TorchDispatchMode):
-    """Counts storages on one type of device while they live, and answers where Python reads a number.
+    """Counts storages on one type of device while they are alive, and answers reads of values by Python.
 
-    What the forward pass makes, recomputed or not, is an activation, except for casts of a parameter; the rest is
-    "other" until :meth:`name` says otherwise.
+    Tensors of the forward pass, recomputed or not, are activations, except casts of a parameter. All other tensors are
+    "other" until :meth:`name` names them.
     """
 
     supports_higher_order_operators: ClassVar[bool] = True  # MXFP8's casts are one
@@ -149,20 +152,20 @@ class Storages(TorchDispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
-        #: (storage, bytes that came or went), in order
+        #: (storage, change of its bytes), in order
         self.events: list[tuple[Held, int]] = []
         self.in_forward = False
         self._held: dict[int, Held] = {}
-        #: storages of flags that say "not finite", and of what was made of them
+        #: storages of flags for non-finite values, and of tensors computed from them
         self._flags: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(wraps, types)):
-            return NotImplemented  # it comes back with what the wrapper holds
+            return NotImplemented  # it is called again with the wrapped tensors
         if func is READ:
             return self._read(args[0])
-        if func is PIN_MEMORY:  # of which torch has no fake
+        if func is PIN_MEMORY:  # torch has no fake of it
             return args[0].clone()
         if func is INDEX:
             args = args[0], [index for mask in args[1] for index in self._indices(mask)]
@@ -173,7 +176,7 @@ class Storages(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         if not from_tensors and isinstance(out, Tensor) and keeps(out) and not _arbitrary(func):
-            value = computed(func, args, kwargs)  # a range, or what is filled with one number
+            value = computed(func, args, kwargs)  # a range, or a tensor filled with one number
         for tensor, number in zip(leaves(out), leaves(value), strict=False) if value is not None else ():
             if isinstance(tensor, Tensor):
                 setattr(tensor, _VALUE, number)
@@ -187,7 +190,7 @@ class Storages(TorchDispatchMode):
         return out
 
     def hold(self, tensor: Tensor, part: str) -> None:
-        """Count the storage of ``tensor`` from now on, if it is new."""
+        """Begin to count the storage of ``tensor``, or update its size."""
         if wraps(type(tensor)) or tensor.device.type != self.device or tensor.layout is not torch.strided:
             return
         storage, key = tensor.untyped_storage(), storage_key(tensor)
@@ -197,7 +200,7 @@ class Storages(TorchDispatchMode):
         self._set(held, storage.nbytes())
 
     def resized(self, storage: Any) -> None:
-        """``storage`` was given another size, past every operator."""
+        """Update the size of ``storage``, which was resized without an operator."""
         held = self._held.get(storage_key(storage))
         if held is not None:
             self._set(held, storage.nbytes())
@@ -210,7 +213,7 @@ class Storages(TorchDispatchMode):
             held.bytes = size
 
     def name(self, given: Iterable[Any], part: str) -> None:
-        """The storages of the tensors in ``given``, of a DTensor this rank's, belong to ``part`` from the beginning."""
+        """Assign the storages of tensors to ``part``, from their beginning; of a DTensor this rank's shard."""
         for tensor in (local(each) for each in given if isinstance(each, Tensor)):
             self.hold(tensor, part)
             held = self._held.get(storage_key(tensor))
@@ -219,7 +222,7 @@ class Storages(TorchDispatchMode):
 
     @staticmethod
     def _indices(mask: Any) -> list[Any]:
-        """A mask as the indices that it stands for, where its numbers are known; their count is that of the result."""
+        """Return a boolean mask as indices if its values are known, else the mask alone."""
         value = None if mask is None or mask.dtype is not torch.bool else known(mask)
         if value is None:
             return [mask]
@@ -228,7 +231,7 @@ class Storages(TorchDispatchMode):
         return [fake(index, cast("Tensor", mask).device) for index in indices]
 
     def _read(self, tensor: Any) -> Any:
-        """The value where it is known; else 0 of a flag or boolean, 1 of any other: finite gradients, a first count."""
+        """Return the value if it is known; else 0 for a flag, False for a boolean, and 1 for any other tensor."""
         value = known(tensor)
         if value is not None:
             with without_modes():
@@ -250,14 +253,14 @@ class Storages(TorchDispatchMode):
 
 
 def peak(events: list[tuple[Held, int]], begin: int, end: int) -> tuple[int, dict[str, int]]:
-    """The most bytes alive at one moment of ``events[begin:end]``, and by part what was."""
+    """Return the largest number of bytes alive at one moment of ``events[begin:end]``, and its parts."""
     totals = list(itertools.accumulate(size for _, size in events[:end]))[begin:]
     most = max(totals)
     return most, alive(events, begin + totals.index(most) + 1)
 
 
 def alive(events: list[tuple[Held, int]], end: int) -> dict[str, int]:
-    """By part, the bytes alive after ``events[:end]``."""
+    """Return by part the bytes alive after ``events[:end]``."""
     parts = dict.fromkeys(PARTS, 0)
     for held, size in events[:end]:
         parts[held.part] += size
