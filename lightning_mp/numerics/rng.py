@@ -1,4 +1,4 @@
-"""What a run changes in its process, first of all the random number generators: read, and put back."""
+"""Settings of the process that a run changes, the random number generators first: read and restored."""
 
 import os
 import random
@@ -14,20 +14,20 @@ RngState = dict[str, Any]
 
 
 def rng_state(device: torch.device) -> RngState:
-    """Where torch's (CPU, and ``device`` if it is CUDA), Python's and numpy's generators stand.
+    """Return the state of torch's (CPU, and ``device`` if it is CUDA), Python's and numpy's generators.
 
-    Tensors and plain values only, so that ``torch.load(weights_only=True)`` reads it.
+    It consists of tensors and plain values, so that ``torch.load(weights_only=True)`` reads it.
     """
     state: RngState = {**_torch_state(device), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # else nothing has drawn from it
+    if numpy is not None:  # numpy is not imported, so nothing has drawn from it
         name, keys, *rest = numpy.random.get_state(legacy=True)
         state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
 def set_rng_state(state: RngState, device: torch.device) -> None:
-    """Put the generators back to where :func:`rng_state` found them, CUDA's where there is one."""
+    """Restore the generators to a state of :func:`rng_state`; CUDA's only if ``device`` is CUDA."""
     _set_torch_state(state, device)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
@@ -51,7 +51,7 @@ def _set_torch_state(state: RngState, device: torch.device) -> None:
 
 @contextmanager
 def environment_kept() -> Generator[None, None, None]:
-    """On exit the environment is as it was."""
+    """Within, the environment may be changed; on exit it is restored."""
     before = dict(os.environ)
     try:
         yield
@@ -62,7 +62,7 @@ def environment_kept() -> Generator[None, None, None]:
 
 @contextmanager
 def process_kept(device: torch.device) -> Generator[None, None, None]:
-    """On exit generators, environment, working folder and torch's switches of determinism are as they were."""
+    """On exit restore generators, environment, working folder and torch's switches of determinism."""
     state, folder = rng_state(device), Path.cwd()
     cudnn: Any = torch.backends.cudnn
     benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
@@ -78,11 +78,11 @@ def process_kept(device: torch.device) -> Generator[None, None, None]:
 
 
 class Stream:
-    """Random numbers of torch's apart from those drawn around them, which go on where they last were.
+    """A separate stream of torch's random numbers, which continues where it ended last time.
 
     Args:
-        number: stream 0 begins with what would be drawn around it, any other one elsewhere.
-        device: the generator beside the CPU's that is kept apart, if it is CUDA.
+        number: stream 0 begins at the present state of the generators, any other stream elsewhere.
+        device: if it is CUDA, its generator belongs to the stream too.
     """
 
     def __init__(self, number: int, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Stream:
 
     @contextmanager
     def drawn(self) -> Generator[None, None, None]:
-        """Within it this stream is drawn from; afterwards the generators are where they were."""
+        """Within, torch draws from this stream; on exit the generators are restored."""
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             if self._reached is not None:
                 _set_torch_state(self._reached, self._device)
