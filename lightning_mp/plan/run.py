@@ -19,7 +19,7 @@ from lightning_mp.compat.lightning import (
     rank_zero_warn,
     trainer_of,
 )
-from lightning_mp.compat.torch import backward_traced_outside_autocast
+from lightning_mp.compat.torch import attention_calls_its_modules, backward_traced_outside_autocast
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.fp8 import FP8Layer
 from lightning_mp.modules.patterns import call_with_original_classes
@@ -75,10 +75,8 @@ class Run:
         self.cleanup.callback(engine.release)
         self.cleanup.enter_context(backward_traced_outside_autocast())
         engine.prepare(module)
-        if self.policy.pins and trainer is not None:
-            # Else torch's encoder layers read their children's weights in evaluation, past the pins.
-            self.cleanup.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)
+        if (self.policy.pins or self.policy.mixed) and trainer is not None:
+            self.cleanup.enter_context(attention_calls_its_modules())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             run = partial(call_with_original_classes, module)
             self.cleanup.callback(Override(module, "configure_optimizers", run).remove)
