@@ -132,6 +132,11 @@ def attached_to(module: Any) -> list[Any]:
     return [owner for owner in (vars(module).get(name) for name in ("_trainer", "_fabric")) if owner is not None]
 
 
+def hyperparameters_argument(owner: Any) -> str | None:
+    """Return the argument of a module or data module that holds its saved hyperparameters, if it is one argument."""
+    return getattr(owner, "_hparams_name", None)
+
+
 def is_compiled(module: Any) -> bool:
     """Whether Lightning was given ``torch.compile(module)``, which it takes apart again."""
     return vars(module).get("_compiler_ctx") is not None

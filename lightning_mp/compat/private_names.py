@@ -79,7 +79,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "{lightning}.strategies:ModelParallelStrategy": "_device_mesh",
         "{lightning}.trainer.connectors.accelerator_connector:_AcceleratorConnector": "_precision_plugin_flag"
         " _strategy_flag",
-        "{lightning}.trainer.connectors.checkpoint_connector:_CheckpointConnector": "_ckpt_path",
+        "{lightning}.trainer.connectors.checkpoint_connector:_CheckpointConnector": "_ckpt_path _hparams_name",
     },
     "deepspeed": {
         "torch._C._nn": "linear",

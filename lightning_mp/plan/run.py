@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import (
     LightningModule,
-    TensorBoardLogger,
     Trainer,
     TrainerFn,
     rank_zero_info,
@@ -27,6 +26,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import describe, diagnosis
 from lightning_mp.plan.engine import StepEngine
+from lightning_mp.plan.hyperparameters import log_plan
 from lightning_mp.plan.skip_aware import Override, hold_on_skips, may_change_gradients
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.record import file_format
@@ -232,12 +232,7 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
             "'16-mixed' has them in fp32"
         )
         rank_zero_info("An optimizer's eps=1e-8 is 0 in fp16: set eps=1e-4, or fused=True")
-    for logger in trainer.loggers:
-        # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
-        pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})
-        # else TensorBoard writes an hp_metric: a second one, or one of a run that has no hyperparameters
-        nothing: Any = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
-        logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}}, **nothing)
+    log_plan(engine.policy, trainer)
 
 
 def ended(run: Run) -> None:
