@@ -92,6 +92,19 @@ def product(recipe: str, *, emulate: bool) -> Product:
     return lambda rows, weight_t: multiply(rows, weight_t, how, config)
 
 
+def largest_number(recipe: str, role: str) -> float:
+    """Return the largest number of the format in which a recipe rounds ``"input"``, ``"weight"`` or ``"gradient"``."""
+    if recipe.startswith("mxfp8"):
+        return torch.finfo(torch.float8_e4m3fn).max
+    config, _ = _recipe(recipe, False)
+    casts = {
+        "input": config.cast_config_input,
+        "weight": config.cast_config_weight,
+        "gradient": config.cast_config_grad_output,
+    }
+    return torch.finfo(casts[role].target_dtype).max
+
+
 # ------------------------------------------------------------------ weights that are gathered in FP8
 
 
