@@ -70,6 +70,8 @@ class StepEngine(ABC):
         self.optimizers: list[Optimizer] = []
         #: those of them that evaluate their closure again (LBFGS, SAM): they step as under stock Lightning
         self.unchecked: list[Optimizer] = []
+        #: those of them whose step may read the loss, or ask for another pass, through its closure
+        self.with_closure: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
@@ -106,6 +108,8 @@ class StepEngine(ABC):
         #: the last loss was scaled; its backward pass is under way
         self._loss_is_scaled = False
         self._scaled_pass = False
+        #: the classes of which a line said that their gradients are not checked
+        self._told_unchecked = set[str]()
         #: a warning said that losses are not scaled
         self._unscaled_losses_told = False
         #: by which gradients are known that this engine's losses left
@@ -178,15 +182,36 @@ class StepEngine(ABC):
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
         for optimizer in optimizers:
-            once = self.scaler.enabled or self.evaluates_once
-            if once and optimizer_facts.evaluates_again(optimizer):
-                where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
-                instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
-                given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
-                faults.add(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
+            if optimizer_facts.evaluates_again(optimizer) and self._steps_once:
+                self._add_evaluates_again(optimizer, faults)
             else:
                 for shards, where in self.steps:
                     optimizer_facts.check_shards(optimizer, shards, where, faults)
+
+    @property
+    def _steps_once(self) -> bool:
+        """True if no optimizer may evaluate its closure again within a step."""
+        return self.scaler.enabled or bool(self.evaluates_once)
+
+    def _add_evaluates_again(self, optimizer: Optimizer, faults: Faults) -> None:
+        where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
+        instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
+        given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
+        faults.add(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
+
+    def accept_another_pass(self, optimizer: Optimizer) -> None:
+        """Say once of an optimizer that the gradients of a second pass within its step are not checked.
+
+        Raises:
+            PlanError: no optimizer may evaluate its closure again: there is a loss scale, or weights are sharded.
+        """
+        if self._steps_once:
+            with Faults() as faults:
+                self._add_evaluates_again(optimizer, faults)
+        name = type(optimizer).__name__
+        if self.scaler.checks and name not in self._told_unchecked:
+            self._told_unchecked.add(name)
+            rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and the model as the strategy wrapped it.
@@ -209,7 +234,7 @@ class StepEngine(ABC):
         self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step these optimizers from now on; say once of each whether its gradients are not checked.
+        """Step these optimizers from now on; say once of each class if its gradients are not checked.
 
         Raises:
             PlanError: an optimizer cannot step under the policy.
@@ -217,13 +242,11 @@ class StepEngine(ABC):
         optimizers = [*map(unwrapped, optimizers)]
         with Faults() as faults:
             self.check_optimizers(optimizers, faults)
-        told = [*map(id, self.unchecked)]
         self.optimizers = optimizers
         self.unchecked = [*filter(optimizer_facts.evaluates_again, optimizers)]
-        for optimizer in self.unchecked if self.scaler.checks else ():
-            if id(optimizer) not in told:
-                name = type(optimizer).__name__
-                rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
+        for optimizer in self.unchecked:
+            self.accept_another_pass(optimizer)
+        self.with_closure = [*filter(optimizer_facts.takes_closure, optimizers)]
         self.scaler.forget_others(optimizers)
         updated = {id(parameter): parameter for each in optimizers for parameter in grads.parameters_of(each)}
         self._not_updated = [parameter for parameter in self._parameters if id(parameter) not in updated]
