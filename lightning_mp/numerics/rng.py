@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 RngState = dict[str, Any]
 
@@ -75,6 +76,33 @@ def process_kept(device: torch.device) -> Generator[None, None, None]:
         os.chdir(folder)
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
         torch.use_deterministic_algorithms(strict, warn_only=warns)
+
+
+# ------------------------------------------------------------------ random numbers that are the same on every rank
+
+
+def of_first_rank(seed: int, device: torch.device) -> int:
+    """Return rank 0's ``seed``, less its 64th bit; a collective on ``device``."""
+    shared = torch.tensor(seed % 2**63, dtype=torch.int64, device=device)
+    dist.broadcast(shared, 0)
+    return int(shared)
+
+
+def seed_of_step(seed: int, step: int) -> int:
+    """Return a seed for one step of a run: another one for each step, and for each ``seed`` of the run."""
+    return random.Random(f"{seed} {step}").getrandbits(63)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Generator[None, None, None]:
+    """Within, the generators of the CPU and of ``device`` begin at ``seed``; afterwards they are as before."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 class Stream:

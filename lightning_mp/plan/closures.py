@@ -8,7 +8,6 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.torch import version

@@ -30,7 +30,7 @@ from lightning_mp.compat.torch import (
 from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
-from lightning_mp.numerics import grads
+from lightning_mp.numerics import grads, rng
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler, unwrapped
 from lightning_mp.plan import diagnosis, optimizer_facts
@@ -72,6 +72,8 @@ class StepEngine(ABC):
         self.unchecked: list[Optimizer] = []
         #: those of them whose step may read the loss, or ask for another pass, through its closure
         self.with_closure: list[Optimizer] = []
+        #: those of them that round at random
+        self.rounding: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
@@ -108,6 +110,9 @@ class StepEngine(ABC):
         #: the last loss was scaled; its backward pass is under way
         self._loss_is_scaled = False
         self._scaled_pass = False
+        #: the seed of rank 0, by which all ranks round; known after the first step of an optimizer that does
+        self._seed: int | None = None
+        self._own_seed = 0
         #: the classes of which a line said that their gradients are not checked
         self._told_unchecked = set[str]()
         #: a warning said that losses are not scaled
@@ -231,6 +236,8 @@ class StepEngine(ABC):
                 self._connected.callback(register_optimizer_step_pre_hook(self._refuse_untracked).remove)
         self.scaler.sync = max_over_ranks_ if self.distributed else None
         self._next_check = 0
+        self._own_seed = torch.initial_seed()
+        self._seed = None
         self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -247,6 +254,7 @@ class StepEngine(ABC):
         for optimizer in self.unchecked:
             self.accept_another_pass(optimizer)
         self.with_closure = [*filter(optimizer_facts.takes_closure, optimizers)]
+        self.rounding = [*filter(optimizer_facts.rounds_at_random, optimizers)]
         self.scaler.forget_others(optimizers)
         updated = {id(parameter): parameter for each in optimizers for parameter in grads.parameters_of(each)}
         self._not_updated = [parameter for parameter in self._parameters if id(parameter) not in updated]
@@ -420,9 +428,21 @@ class StepEngine(ABC):
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
-        result = self.scaler.step_checked(optimizer, **kwargs)
+        with self._rounded_alike(optimizer):
+            result = self.scaler.step_checked(optimizer, **kwargs)
         self.pending = False
         return result
+
+    def _rounded_alike(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Around a step: an optimizer that rounds at random rounds alike on every rank, or replicas would differ.
+
+        The first such step of a run is a collective: every rank takes the seed of rank 0, which it keeps.
+        """
+        if not self.distributed or not any(optimizer is each for each in self.rounding):
+            return NOTHING
+        if self._seed is None:
+            self._seed = rng.of_first_rank(self._own_seed, self.device)
+        return rng.seeded(rng.seed_of_step(self._seed, self.scaler.attempts), self.device)
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse a step that the plan does not make, if it would apply gradients of a scaled loss.
@@ -536,8 +556,6 @@ class EagerEngine(StepEngine):
         if isinstance(model, DistributedDataParallel):
             self._ddp, self.reduces = model, "DDP"
             self._set_reduce_dtype(model)
-        if self.distributed and any(getattr(optimizer, "bf16_stochastic_round", False) for optimizer in optimizers):
-            self.step = self._step_seeded
 
     def _set_reduce_dtype(self, ddp: DistributedDataParallel) -> None:
         """Have DDP, which sums each gradient in its own dtype, sum all in ``reduce_dtype``; float64 stays as it is."""
@@ -560,12 +578,6 @@ class EagerEngine(StepEngine):
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
-
-    def _step_seeded(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Have torchao's optimizers, which round at random, round alike on every rank, or weights would differ."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self.scaler.attempts)
-            return super().step(optimizer, **kwargs)
 
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

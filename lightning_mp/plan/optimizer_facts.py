@@ -53,12 +53,21 @@ def takes_closure(optimizer: Any) -> bool:
 
 
 def evaluates_again(optimizer: Any) -> bool:
-    """True if it, or an optimizer that it holds, is of LBFGS's kind, or by its name one of SAM's."""
-    for part in parts(optimizer):
-        names = {kind.__name__.lower() for kind in type(part).__mro__}
-        if requires_closure(part) or not _SAM.isdisjoint(names):
-            return True
-    return False
+    """True if it, or an optimizer that it holds, is of LBFGS's kind or of SAM's."""
+    return any(requires_closure(part) or _is_sam(part) for part in parts(optimizer))
+
+
+def _is_sam(optimizer: Any) -> bool:
+    """True by the name of its class, or by the two steps that implementations of SAM have."""
+    kind = type(optimizer)
+    by_name = not _SAM.isdisjoint(each.__name__.lower() for each in kind.__mro__)
+    return by_name or (hasattr(kind, "first_step") and hasattr(kind, "second_step"))
+
+
+def rounds_at_random(optimizer: Any) -> bool:
+    """True if an option of the optimizer, or of one that it holds, says so (torchao's ``bf16_stochastic_round``)."""
+    options = [each for part in parts(optimizer) for each in (_attributes(part), *part.param_groups)]
+    return any("stochastic_round" in str(name) and value is True for each in options for name, value in each.items())
 
 
 def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
@@ -72,11 +81,15 @@ def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Fault
         faults.add(given, fix="use AdamW, SGD or Lion, which update each number by itself, or strategy='mp_ddp'")
 
 
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    return getattr(optimizer, "__dict__", {})
+
+
 def parts(optimizer: Any) -> list[Any]:
     """The optimizer, and those that it holds as attributes, or in lists and mappings among them."""
     optimizers: list[Any] = [optimizer]
     for part in optimizers:  # grows meanwhile
-        for value in vars(part).values():
+        for value in _attributes(part).values():
             inside: list[Any] = [value]
             if isinstance(value, (list, tuple)):
                 inside = list(cast("Sequence[Any]", value))

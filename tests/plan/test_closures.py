@@ -160,6 +160,36 @@ class ClosureOnly(optim.SGD):
         return super().step(*arguments, **options)
 
 
+class Flat(optim.SGD):
+    """SAM as published, under a name of its own: in its first step stock Lightning has no gradients for it."""
+
+    def first_step(self) -> None:
+        self.climbed = [(one, 0.05 * one.grad) for one in self.param_groups[0]["params"] if one.grad is not None]
+        for one, far in self.climbed:
+            one.add_(far)
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        for one, far in self.climbed:
+            one.sub_(far)
+        super().step()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "needs a closure"
+        self.first_step()
+        loss = torch.enable_grad()(closure)()
+        self.second_step()
+        return loss
+
+
+class In(Delegating):
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.optimizers = [inner]
+        self.__dict__["inner"] = Delegating(inner)
+
+
 #: how it is made, and whether it steps once a pass
 OPTIONAL: dict[str, tuple[Any, bool]] = {
     "Polyak": (Polyak, True),
@@ -169,18 +199,12 @@ OPTIONAL: dict[str, tuple[Any, bool]] = {
     "Lookahead": (lambda parameters: Lookahead(optim.AdamW(parameters, lr=1e-2)), True),
     "whatever": (partial(ClosureOnly, lr=1e-2), True),
     "SAM by another name": (partial(Sharp, lr=1e-2), False),
+    "SAM by its two steps": (partial(Flat, lr=1e-2), False),
     "SAM by .data": (partial(SharpByData, lr=1e-2), False),
     "LBFGS in a wrapper": (lambda parameters: Delegating(LBFGS(parameters, lr=0.1, max_iter=3)), False),
     "LBFGS that answers": (lambda parameters: Answers(LBFGS(parameters, lr=0.1, max_iter=3)), False),
     "LBFGS in a list": (lambda parameters: In(LBFGS(parameters, lr=0.1, max_iter=3)), False),
 }
-
-
-class In(Delegating):
-    def __init__(self, inner: optim.Optimizer) -> None:
-        super().__init__(inner)
-        self.optimizers = [inner]
-        self.__dict__["inner"] = Delegating(inner)
 
 
 @pytest.mark.parametrize("mode", ["32-true", "bf16-mixed"])
