@@ -165,10 +165,22 @@ def draws_batches_itself(trainer: Any) -> bool:
 
 #: of a Trainer, the step at which it logs the batch at hand
 logged_step = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
-#: of a ModelCheckpoint, the path that it saved to last; empty before
-last_saved = attrgetter("_last_checkpoint_saved")
 #: of a ModelParallelStrategy, its device mesh; ``None`` before it has laid one
 mesh_of = attrgetter("_device_mesh")
+
+
+def finish_saving(strategy: Any) -> None:
+    """Wait until a checkpoint that is written while training goes on is whole, and older ones are removed.
+
+    Every rank calls it. Raises whatever ended the save.
+    """
+    finish: Any = getattr(strategy, "finish_saving", None)  # this package's strategies
+    if finish is not None:
+        finish()
+    checkpoint_io = strategy.checkpoint_io
+    if isinstance(checkpoint_io, __getattr__("AsyncCheckpointIO")):
+        checkpoint_io.teardown()  # the next save starts its thread anew
+        strategy.barrier()
 
 
 @contextmanager
