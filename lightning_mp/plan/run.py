@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
@@ -19,10 +20,11 @@ from lightning_mp.compat.lightning import (
     trainer_of,
 )
 from lightning_mp.compat.torch import attention_calls_its_modules, backward_traced_outside_autocast
+from lightning_mp.compat.torchao import loadable_anywhere
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.fp8 import FP8Layer
 from lightning_mp.modules.patterns import call_with_original_classes
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import map_tensors, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import describe, diagnosis
 from lightning_mp.plan.engine import StepEngine
@@ -185,6 +187,12 @@ class PlanBase:
         self.loss_scaler.load_counts(state_dict["steps"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict.get("scaler", {}))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Have torchao's optimizer states and quantized weights saved in a form that every strategy can load."""
+        if "torchao" in sys.modules:  # else there are none
+            for key in ("state_dict", "optimizer_states"):
+                checkpoint[key] = map_tensors(checkpoint.get(key), loadable_anywhere)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``.
