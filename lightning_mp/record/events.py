@@ -16,7 +16,6 @@ Kind = Literal[
     "loss_plateau",
     "loss_divergence",
     "scale_collapse",
-    "scale_jump",
     "skip_streak",
     "throughput_drop",
     "memory_growth",

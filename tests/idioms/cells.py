@@ -13,7 +13,7 @@ from support.ranks import Ranks
 #: of each rank
 Results = list[dict[str, Any]]
 #: the files of the table
-THEMES = ("hooks",)
+THEMES = ("hooks", "reads", "assigns", "optimizing", "callbacks")
 for theme in THEMES:
     import_module(f"idioms.{theme}")
 #: a sum of shards is a sum in another order
@@ -40,9 +40,9 @@ def tolerance(entry: Idiom, strategy: str, mode: str) -> float:
 class Verdict:
     """What a cell ended in, and why.
 
-    ``equal``: as under stock. ``refused``: with the words that the table has. ``differs``: as the table has it. Any
-    other word is not what the table says: ``DIFFERS``, ``REFUSED``, ``FAILED``, ``STOCK FAILED``, ``RAN`` in place of a
-    refusal, ``EQUAL`` in place of a difference.
+    ``equal``: as under stock. ``refused``: with the words that the table has. ``differs``, ``finding``: as the
+    table has it. Any other word is not what the table says: ``DIFFERS``, ``REFUSED``, ``FAILED``, ``STOCK FAILED``,
+    ``RAN`` in place of a refusal, ``EQUAL`` in place of a difference, ``MENDED`` in place of a finding.
     """
 
     word: str
@@ -57,7 +57,11 @@ def verdict(ranks: Ranks, name: str, strategy: str, mode: str, folder: Path) -> 
     if refusal is not None:
         return _as_refused(planned, refusal)
     stock = ranks.call(ran, name, strategy, mode, str(folder / f"{name}-{strategy}-{mode}-stock"), True)
-    return _unplanned_end(planned, stock) or _compared(entry, planned, stock, strategy, mode)
+    ended = _unplanned_end(planned, stock) or _compared(entry, planned, stock, strategy, mode)
+    finding = entry.of(entry.findings, strategy, mode)
+    if finding is None or ended.word == "STOCK FAILED":
+        return ended
+    return Verdict("MENDED", finding) if ended.word == "equal" else Verdict("finding", ended.why)
 
 
 def _as_refused(planned: Results, refusal: str) -> Verdict:

@@ -55,9 +55,9 @@ class Host:
     def rank(self) -> int:
         return 0 if self.strategy == "single" else sharded.rank()
 
-    def data(self, steps: int = STEPS, rows: int = ROWS, seed: int = 7) -> DataLoader[Any]:
-        """Return batches of rows and their sums; each rank has rows of its own."""
-        generator = torch.Generator().manual_seed(seed + self.rank)
+    def data(self, steps: int = STEPS, rows: int = ROWS, seed: int = 7, same_rows: bool = False) -> DataLoader[Any]:
+        """Return batches of rows and their sums; each rank has rows of its own unless ``same_rows``."""
+        generator = torch.Generator().manual_seed(seed if same_rows else seed + self.rank)
         x = torch.randn(steps * rows, WIDTH, generator=generator)
         return DataLoader(TensorDataset(x, x.sum(1, keepdim=True) / 2), batch_size=rows)
 
@@ -89,18 +89,17 @@ class Host:
             options |= sharded.on(make_strategy(NAMES[self.strategy], plan, **own))
         return quiet_trainer(**options)
 
-    def fit(
-        self,
-        module: LightningModule,
-        data: Any = None,
-        val_dataloaders: Any = None,
-        ckpt_path: Any = None,
-        **options: Any,
-    ) -> Trainer:
-        """Train the module, and keep what the run left. ``data=False``: the module has a loader of its own."""
+    def fit(self, module: LightningModule, data: Any = None, same_rows: bool = False, **options: Any) -> Trainer:
+        """Train the module, and keep what the run left.
+
+        ``data=False`` says that the module has a loader of its own. Other options are those of :meth:`trainer`,
+        ``val_dataloaders`` and ``ckpt_path``.
+        """
+        fitting = {key: options.pop(key) for key in ("val_dataloaders", "ckpt_path") if key in options}
         trainer = self.trainer(**options)
-        loaders = () if data is False else (self.data() if data is None else data,)
-        trainer.fit(module, *loaders, val_dataloaders=val_dataloaders, ckpt_path=ckpt_path)
+        if data is not False:
+            fitting["train_dataloaders"] = self.data(same_rows=same_rows) if data is None else data
+        trainer.fit(module, **fitting)
         self.keep(trainer, module)
         return trainer
 

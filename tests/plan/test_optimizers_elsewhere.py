@@ -277,3 +277,39 @@ def test_a_fit_inside_of_a_fit_steps_its_own_optimizer() -> None:
     fit(outer, plugins=[fp16()])
     fit(alone, precision="32-true")
     assert same_weights(weights(outer.inner), weights(alone))
+
+
+class Grows(Regression):
+    """The first layer is trained from the fourth batch on, as finetuning callbacks do it."""
+
+    manual = False
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: SGD(self.net[3].parameters(), lr=1e-2))
+        self.automatic_optimization = not self.manual
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.trainer.optimizers[0].add_param_group({"params": self.net[0].parameters(), "lr": 1e-2})
+
+
+class GrowsByHand(Grows):
+    manual = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [Grows, GrowsByHand])
+def test_gradients_of_a_group_that_is_added_in_the_run_are_divided_by_the_scale_once(make: type[Grows]) -> None:
+    scaled, plain = make(), make()
+    before = weights(scaled)["net.0.weight"]
+    fit(scaled, plugins=[fp16()])
+    fit(plain, plugins=[MixedPrecisionPlan("32-true", pins=PINS)])
+    assert (weights(scaled)["net.0.weight"] - before).abs().max() > 1e-3
+    # pinned to fp32, and the scale is a power of two
+    assert same_weights(weights(scaled), weights(plain))
