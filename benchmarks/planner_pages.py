@@ -61,7 +61,7 @@ def _tables() -> Iterator[tuple[str, str]]:
     reaches = [("ddp", 8), ("fsdp2", 8), ("fsdp2", 64)]
     words = ("t4-16", "rtx3090-24", "a100-40", "h100-80", "h200-141", "b200-180")
     rows = [[f"`{word}`", *(_largest(word, *reach) for reach in reaches)] for word in words]
-    yield "## What fits at most", table(["GPU", *(f"`{name}` on {gpus}" for name, gpus in reaches)], rows)
+    yield "## The largest model that fits", table(["GPU", *(f"`{name}` on {gpus}" for name, gpus in reaches)], rows)
 
     head = ["model", "GPUs", "precision", "strategy", "degrees", "recomputed", "batch", "GiB", "tokens/s a GPU", "days"]
     yield "## Examples from 125M to 405B", table(head, [_example(*example) for example in EXAMPLES])

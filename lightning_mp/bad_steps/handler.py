@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_mp.bad_steps.replay import KeptBatch, Replayer
+from lightning_mp.checkpoints import formats
 from lightning_mp.compat.lightning import (
     LightningModule,
     ModelCheckpoint,
     Trainer,
     checkpoint_connector,
-    last_saved,
+    finish_saving,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -31,6 +32,7 @@ from lightning_mp.plan.diagnosis import AT_MIN, SEARCH_SKIPS, Diagnosis
 from lightning_mp.plan.engine import max_over_ranks_
 from lightning_mp.plan.run import PlanBase
 from lightning_mp.plan.side_run import loss_of, step_output
+from lightning_mp.plan.skip_aware import Override
 from lightning_mp.record import file_format, metric_names
 from lightning_mp.record.events import Event, Severity
 from lightning_mp.record.run_folder import BATCH_FILES, BATCHES
@@ -93,7 +95,7 @@ class BadSteps:
     def __init__(
         self, trainer: Trainer, run_dir: RunDir, log: RunLog, *, rewinds: bool, saves: bool = True, budget: str = ""
     ) -> None:
-        self._trainer, self._log, self._rewinds, self._budget = trainer, log, rewinds, budget
+        self._trainer, self._log, self._budget = trainer, log, budget
         log.open(trainer, run_dir)
         folder = log.folder
         before = [] if folder is None else list((folder.path / BATCHES).glob(BATCH_FILES))
@@ -102,15 +104,12 @@ class BadSteps:
         path, self._left = trainer.strategy.broadcast(("" if folder is None else str(folder.path), left))
         self._saved_in = Path(path, BATCHES)
         self.replayer, self._step = Replayer(), 0
-        #: every checkpoint that was written
-        self._checkpoints: set[str] = set()
+        self._checkpoints = SavedByFit(trainer) if rewinds else None
 
     def remember(self, batch: Any, batch_idx: int) -> None:
-        """A batch begins: keep a reference to it, and note what checkpoints there are."""
+        """A batch begins: keep a reference to it."""
         self._step = self._trainer.global_step
         self.replayer.remember(self._trainer, batch, batch_idx)
-        if self._rewinds:
-            self._note_checkpoints()
 
     def explain(
         self,
@@ -160,6 +159,8 @@ class BadSteps:
     def close(self, error: BaseException | None = None) -> None:
         """The run is over, or has failed."""
         self.replayer.forget()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._log.close(self._trainer, error)
 
     def _save(self, kept: KeptBatch | None, event: Event) -> None:
@@ -194,23 +195,20 @@ class BadSteps:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def _note_checkpoints(self) -> None:
-        for callback in _writers(self._trainer):  # one without ``monitor`` knows its last checkpoint only
-            named = {last_saved(callback), callback.best_model_path, callback.last_model_path}
-            self._checkpoints |= named | callback.best_k_models.keys()
-
     def _rewound(self) -> bool:
         """Load the newest checkpoint with finite weights: weights, optimizers, schedulers and the precision's state.
 
-        False where there is none. ``trainer.global_step``, loops, data and callbacks continue from where they are.
+        Only a checkpoint that this fit saved, or the ``ckpt_path`` it resumed from, is loaded: reading it may run code
+        of the file. ``trainer.global_step``, loops, data and callbacks continue from where they are. Every rank calls
+        it. Returns False if there is no such checkpoint.
+
+        Raises whatever ended a save that was under way.
         """
-        self._note_checkpoints()
+        assert self._checkpoints is not None, "a run that may rewind"
         trainer = self._trainer
-        there = [path for path in self._checkpoints if path and Path(path).exists()]
-        newest_first = sorted(there, key=lambda path: Path(path).stat().st_mtime_ns, reverse=True)
-        for path in trainer.strategy.broadcast(newest_first):  # as the first rank sees it
+        for path in self._checkpoints.newest_first():
             with checkpoint_connector(trainer) as connector:
-                connector.resume_start(path, weights_only=False)  # this run has written it
+                connector.resume_start(path, weights_only=False)  # of hyperparameters, too
                 connector.restore_model()
                 connector.restore_precision_plugin_state()
                 connector.restore_optimizers_and_schedulers()
@@ -223,6 +221,41 @@ class BadSteps:
                 rank_zero_info(f"{self._log.writer}: loaded {path}, and continues after the batch of step {self._step}")
                 return True
         return False
+
+
+class SavedByFit:
+    """The checkpoints with optimizer states that a fit saves, by whichever callback, and the one it resumed from.
+
+    A ModelCheckpoint also names files that it was told of by a checkpoint. They are not among these.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        #: in the order of their last saving
+        self._paths: dict[str, None] = {}
+        if trainer.ckpt_path is not None:
+            self._paths[os.fspath(trainer.ckpt_path)] = None
+        self._override = Override(trainer, "save_checkpoint", self._save)
+
+    def _save(self, save: Callable[..., None], filepath: Any, weights_only: bool | None = None, **options: Any) -> None:
+        path = os.fspath(filepath)
+        self._paths.pop(path, None)
+        save(filepath, weights_only, **options)
+        if not weights_only:
+            self._paths[path] = None
+
+    def newest_first(self) -> list[str]:
+        """Return the paths of those that are still there, as the first rank sees it, the newest first.
+
+        Waits for a save that is under way, and raises whatever ended it. Every rank calls it.
+        """
+        finish_saving(self._trainer.strategy)
+        there = [path for path in reversed(self._paths) if formats.exists(path)]
+        return self._trainer.strategy.broadcast(there)
+
+    def close(self) -> None:
+        """Leave ``trainer.save_checkpoint`` as it was."""
+        self._override.remove()
 
 
 def _file_name(step: int, rank: int | str) -> str:

@@ -74,6 +74,12 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     raise CheckpointFormatError(f"{str(path)!r}, which {what}", "give what ModelCheckpoint wrote", ALLOWED)
 
 
+def exists(path: str | os.PathLike[str]) -> bool:
+    """True if a file or a folder lies at ``path``, which any protocol of fsspec may lead to."""
+    files, place = _on(path)
+    return bool(files.exists(place))
+
+
 def _on(path: str | os.PathLike[str]) -> tuple[Any, str]:
     """The file system of fsspec's, and what it calls the path."""
     files, place = cast("tuple[Any, str]", url_to_fs(os.fspath(path)))

@@ -132,6 +132,11 @@ def attached_to(module: Any) -> list[Any]:
     return [owner for owner in (vars(module).get(name) for name in ("_trainer", "_fabric")) if owner is not None]
 
 
+def hyperparameters_argument(owner: Any) -> str | None:
+    """Return the argument of a module or data module that holds its saved hyperparameters, if it is one argument."""
+    return getattr(owner, "_hparams_name", None)
+
+
 def is_compiled(module: Any) -> bool:
     """Whether Lightning was given ``torch.compile(module)``, which it takes apart again."""
     return vars(module).get("_compiler_ctx") is not None
@@ -160,10 +165,22 @@ def draws_batches_itself(trainer: Any) -> bool:
 
 #: of a Trainer, the step at which it logs the batch at hand
 logged_step = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
-#: of a ModelCheckpoint, the path that it saved to last; empty before
-last_saved = attrgetter("_last_checkpoint_saved")
 #: of a ModelParallelStrategy, its device mesh; ``None`` before it has laid one
 mesh_of = attrgetter("_device_mesh")
+
+
+def finish_saving(strategy: Any) -> None:
+    """Wait until a checkpoint that is written while training goes on is whole, and older ones are removed.
+
+    Every rank calls it. Raises whatever ended the save.
+    """
+    finish: Any = getattr(strategy, "finish_saving", None)  # this package's strategies
+    if finish is not None:
+        finish()
+    checkpoint_io = strategy.checkpoint_io
+    if isinstance(checkpoint_io, __getattr__("AsyncCheckpointIO")):
+        checkpoint_io.teardown()  # the next save starts its thread anew
+        strategy.barrier()
 
 
 @contextmanager

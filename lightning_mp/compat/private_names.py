@@ -70,7 +70,6 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "lightning": {
         "{lightning}:Trainer": "_accelerator_connector _checkpoint_connector",
         "{lightning}:LightningModule": "_compiler_ctx _trainer",
-        "{lightning}.callbacks:ModelCheckpoint": "_last_checkpoint_saved",
         "{lightning}.callbacks:RichProgressBar": "_get_train_description",
         "{lightning}.loops.evaluation_loop:_EvaluationLoop": "_data_source",
         "{lightning}.loops.fit_loop:_FitLoop": "_data_fetcher _should_accumulate",
@@ -79,7 +78,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "{lightning}.strategies:ModelParallelStrategy": "_device_mesh",
         "{lightning}.trainer.connectors.accelerator_connector:_AcceleratorConnector": "_precision_plugin_flag"
         " _strategy_flag",
-        "{lightning}.trainer.connectors.checkpoint_connector:_CheckpointConnector": "_ckpt_path",
+        "{lightning}.trainer.connectors.checkpoint_connector:_CheckpointConnector": "_ckpt_path _hparams_name",
     },
     "deepspeed": {
         "torch._C._nn": "linear",

@@ -136,6 +136,20 @@ def backward_traced_outside_autocast() -> AbstractContextManager[None]:
     return import_module("torch._functorch.config").patch(backward_pass_autocast="off")
 
 
+@contextmanager
+def attention_calls_its_modules() -> Generator[None, None, None]:
+    """Within, torch's attention and encoder layers call their children in evaluation too.
+
+    Their fast path hands weights to one operator instead. It goes past pins, and ignores autocast on a CPU.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def cpu_attention() -> dict[Any, Any]:
     """Fused attention on a CPU, forward and backward, beside CUDA's, which the flop registry has only."""
     names = ("_scaled_dot_product_flash_attention{}", "_scaled_dot_product_flash_attention{}_backward")

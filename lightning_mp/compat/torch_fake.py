@@ -22,36 +22,36 @@ CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 UPDATE_SCALE = torch.ops.aten._amp_update_scale_.default
 INDEX = torch.ops.aten.index.Tensor
 PIN_MEMORY = torch.ops.aten._pin_memory.default
-#: what nested data holds, in order; nested data with a change made to each leaf
+#: the leaves of nested data in order; nested data with a function applied to each leaf
 leaves, mapped = tree_leaves, tree_map
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether it has a shape and a dtype, and no memory."""
+    """True if it has a shape and a dtype, and no memory."""
     return isinstance(tensor, FakeTensor)
 
 
 def wraps(kind: Any) -> bool:
-    """Whether tensors of this class hold others (``DTensor``), and have no storage of their own."""
+    """True if tensors of this class hold other tensors (``DTensor``) and have no storage of their own."""
     own: Any = Tensor
     return not issubclass(kind, FakeTensor) and kind.__torch_dispatch__ is not own.__torch_dispatch__
 
 
 def constant_of(tensor: Any) -> Tensor | None:
-    """The value of a fake tensor, where it is known."""
+    """Return the value of a fake tensor that torch itself knows, else ``None``."""
     return tensor.constant if isinstance(tensor, FakeTensor) else None
 
 
 def storage_key(owner: Tensor | torch.UntypedStorage) -> int:
-    """One number for a storage, and all tensors of it, while it lives."""
+    """Return a number that a storage, and all tensors on it, share while the storage is alive."""
     return cast("Any", owner.untyped_storage() if isinstance(owner, Tensor) else owner)._cdata
 
 
 @contextmanager
 def moved_in_place() -> Generator[None, None, None]:
-    """Within, ``module.to()`` and its kind change fakes in place; torch swaps them, which weak references bar.
+    """Within, ``module.to()`` and its kind change fakes in place. torch would swap them, which weak references prevent.
 
-    A fake that is given another one's ``data`` then is where that one is, which torch forgets.
+    A fake that is assigned another fake's ``data`` also takes over its device, which torch itself does not do.
     """
     before, data = cast("Any", nn.Module)._apply, cast("Any", Tensor).data
 
@@ -78,7 +78,7 @@ def moved_in_place() -> Generator[None, None, None]:
 
 @contextmanager
 def resizes_told(tell: Callable[[Any], None]) -> Generator[None, None, None]:
-    """Within, ``tell`` gets every storage that is resized."""
+    """Within, call ``tell`` with every storage that is resized."""
     before = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -97,9 +97,9 @@ def without_modes() -> AbstractContextManager[Any]:
 
 @contextmanager
 def fake_ranks(world_size: int, known: Callable[[Tensor], Tensor | None]) -> Generator[None, None, None]:
-    """Within, this process is the first of ``world_size``, whose collectives move nothing.
+    """Within, this process is the first of ``world_size`` ranks, whose collectives move nothing.
 
-    Which rank is where in a mesh is looked up in tensors: those are real; ``known`` has the numbers of fakes.
+    A mesh looks up its ranks in tensors, so these are real. ``known`` returns the values of a fake.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

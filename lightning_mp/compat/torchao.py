@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from operator import methodcaller
 from typing import Any
 
@@ -28,6 +29,42 @@ def require() -> None:
     with quietly():  # it has a line for each compiled library that does not fit this machine
         import_module("torchao.float8")
     require_versions("MixedPrecisionPlan", "torchao")
+
+
+def loadable_anywhere(tensor: Tensor) -> Tensor:
+    """Return torchao's ``tensor`` in a form that ``torch.load`` rebuilds under any ``map_location``.
+
+    torch's own pickle of such a tensor takes no function as ``map_location``, and Lightning's strategies give one. This
+    pickle is a call of its class with the tensors and the plain values it is made of. The memory is shared. Any other
+    tensor is returned as it is, and one of torchao's that cannot be made of its attributes.
+    """
+    kind: Any = type(tensor)
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or not kind.__module__.startswith("torchao."):
+        return tensor
+    try:
+        rebuilt = _pickled_as_call(kind)(*_arguments_of(tensor))
+        names, values = flatten()
+        equal = rebuilt.__tensor_flatten__() == (names, values)
+    except (AttributeError, TypeError, ValueError, AssertionError):
+        return tensor
+    same = all(getattr(rebuilt, name) is getattr(tensor, name) for name in names)
+    return rebuilt if equal and same else tensor
+
+
+def _arguments_of(tensor: Any) -> list[Any]:
+    """Return the arguments that the class of ``tensor`` was called with: its attributes of the same names."""
+    return [getattr(tensor, name) for name in list(signature(type(tensor).__new__).parameters)[1:]]
+
+
+@cache
+def _pickled_as_call(kind: Any) -> Any:
+    """Return a subclass of ``kind`` whose instances are pickled as a call of ``kind``."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return kind, tuple(_arguments_of(self))
+
+    return type(kind.__name__, (kind,), {"__reduce_ex__": reduce, "__module__": kind.__module__})
 
 
 def _float8(module: str) -> Any:
@@ -90,6 +127,19 @@ def product(recipe: str, *, emulate: bool) -> Product:
     _float8("_inductor_patch")._patch_inductor_min_max_codegen()
     multiply = _float8("float8_linear").matmul_with_hp_or_float8_args.apply
     return lambda rows, weight_t: multiply(rows, weight_t, how, config)
+
+
+def largest_number(recipe: str, role: str) -> float:
+    """Return the largest number of the format in which a recipe rounds ``"input"``, ``"weight"`` or ``"gradient"``."""
+    if recipe.startswith("mxfp8"):
+        return torch.finfo(torch.float8_e4m3fn).max
+    config, _ = _recipe(recipe, False)
+    casts = {
+        "input": config.cast_config_input,
+        "weight": config.cast_config_weight,
+        "gradient": config.cast_config_grad_output,
+    }
+    return torch.finfo(casts[role].target_dtype).max
 
 
 # ------------------------------------------------------------------ weights that are gathered in FP8

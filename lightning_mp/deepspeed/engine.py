@@ -65,7 +65,7 @@ class ZeroEngine(StepEngine):
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
         for optimizer in optimizers:
-            if len(list(optimizer_facts.parts(optimizer))) > 1:
+            if len(optimizer_facts.parts(optimizer)) > 1:
                 given = f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another"
                 faults.add(given, fix="use AdamW or SGD, or strategy='mp_ddp'")
             else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -41,17 +42,26 @@ def _write(path: str, content: Mapping[str, Any], group: Any, *, extra: bytes | 
         folders.finish(path)
 
 
+def _remove_after(writing: Future[None], remove: Callable[[], object]) -> None:
+    """Remove an older checkpoint if ``writing``, which has ended, did not fail."""
+    if writing.exception() is None:
+        remove()
+
+
 class Saves:
     """Writes folders of shards, at most one at a time.
 
     ``later`` copies to the host what is to be written, and writes it in a thread, over a process group of its own.
+    A rank waits for the others in that group for at most ``timeout``, or as long as torch does if it is None.
     """
 
-    def __init__(self, *, later: bool) -> None:
-        self._later = later
+    def __init__(self, *, later: bool, timeout: timedelta | None = None) -> None:
+        self._later, self._timeout = later, timeout
         self._thread: ThreadPoolExecutor | None = None
         self._group: Any = None
+        #: what the thread has to do: write a checkpoint, and then remove older ones
         self._writing: Future[None] | None = None
+        self._removing: list[Future[None]] = []
 
     def save(self, checkpoint: dict[str, Any], path: str, *, first: bool, first_of_node: bool, fitting: bool) -> None:
         """Write a checkpoint of Lightning's; every rank calls it. Outside of a fit nothing would wait for the thread.
@@ -70,23 +80,33 @@ class Saves:
             write(content, None)
             return
         if self._thread is None:
-            self._thread, self._group = ThreadPoolExecutor(1), dist.new_group(backend="gloo")
+            self._thread = ThreadPoolExecutor(1)
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         copied = map_tensors(content, lambda tensor: tensor.detach().to("cpu", copy=True))
         self._writing = self._thread.submit(write, copied, self._group)
 
     def remove(self, remove: Callable[[], object]) -> None:
-        """Remove an older checkpoint, once the one that is being written is whole."""
+        """Remove an older checkpoint at once, or once the one that is being written is whole.
+
+        It stays if that one does not become whole.
+        """
         writing = self._writing
-        if writing is None:
+        if writing is None or self._thread is None:
             remove()
-        else:  # in the thread that calls it where it is over already
-            writing.add_done_callback(lambda done: None if done.exception() else remove())
+        else:
+            self._removing.append(self._thread.submit(_remove_after, writing, remove))
 
     def wait(self) -> None:
-        """Wait for what is being written; raises whatever ended it."""
+        """Wait until what is being written is whole, and older checkpoints are removed.
+
+        Raises whatever ended the writing or a removal.
+        """
         writing, self._writing = self._writing, None
+        removing, self._removing = self._removing, []
         if writing is not None:
             writing.result()
+        for removal in removing:
+            removal.result()
 
     def close(self) -> None:
         """Wait, and give the thread and its process group back."""

@@ -147,7 +147,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._hooks_before_backward = False
         #: looks after forward passes that hooks and callbacks make
         self._between_steps: BetweenSteps | None = None
-        self._saves = Saves(later=async_save)
+        self._saves = Saves(later=async_save, timeout=timeout)
         self.saves_folders = save_distributed_checkpoint
 
     # ------------------------------------------------------------------ processes
@@ -368,8 +368,16 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._saves.save(checkpoint, path, first=self.is_global_zero, first_of_node=self.local_rank == 0, fitting=later)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._saves.wait()
+        self.finish_saving()
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def finish_saving(self) -> None:
+        """Wait until a checkpoint that is being written is whole on every rank, and older ones are removed.
+
+        Every rank calls it. Raises whatever ended the writing.
+        """
+        self._saves.wait()
+        self.barrier()
 
     def open_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         index = index_of(path)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice, pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any, ClassVar, NamedTuple, cast
 
 from lightning_mp.errors import Faults, is_number, pinning
@@ -61,10 +61,12 @@ class AlertSettings:
     #: ... where on average they are this many standard deviations above that level, and each half as many
     divergence_sigmas: float = 6.0
 
-    #: readings in which nothing moves
+    #: readings in which nothing moves, or the loss is flat
     plateau_window: int = 200
     #: the gradient norm is falling when the later half's median is below this part of the earlier half's
     plateau_falling: float = 0.9
+    #: a loss is flat when the means of the two halves differ by less than this many standard errors
+    plateau_errors: float = 2.0
     #: share of the largest update ratio so far; below it weights no longer move, and a plateau is not convergence
     plateau_still: float = 1e-3
 
@@ -73,6 +75,13 @@ class AlertSettings:
 
     #: skips while the scale is at its floor, of the last 10 readings
     collapse_skips: int = 3
+
+    #: scales of an FP8 layer whose median the next one is compared with, as soon as there are as many
+    scale_window: int = 16
+    #: times the median, or a part of it as small. Measured: scales of inputs and weights stay within 2.2 times ...
+    scale_ratio: float = 8.0
+    #: ... those of gradients are up to 34 times off for one batch, and back: so many in a row have to be that far off
+    scale_patience: int = 3
 
     #: readings left out at the start: compilation, caches
     throughput_warmup: int = 20
@@ -123,6 +132,8 @@ class AlertSettings:
 Reading = Mapping[str, Any]
 #: whether nothing was applied in the step, and whether the loss scale after it can fall no further
 SKIPPED, AT_FLOOR = "skipped", "scale_at_floor"
+#: the scales of FP8 layers, a mapping of (layer, role) to the scale; ``None`` in a reading without
+FP8_SCALES = "fp8_scales"
 Window = deque[float]
 
 
@@ -139,6 +150,13 @@ def _medians(window: Window, count: int) -> list[float]:
 def _sigma(values: Iterable[float], center: float) -> float:
     """The standard deviation of normal numbers around ``center``, from their median absolute deviation."""
     return 1.4826 * median([abs(value - center) for value in values])
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of ``values`` and its standard error."""
+    center = fmean(values)
+    variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
+    return center, math.sqrt(variance / len(values))
 
 
 def _known(value: float | None) -> float | None:
@@ -169,6 +187,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
         "weights do not move, since the learning rate is far too small or updates round to nothing",
         "raise the learning rate, keep fp32 weights ('bf16-mixed', not 'bf16-true'), see that the optimizer has them",
     ),
+    "saturated": (
+        "the loss is flat within its noise while gradients are as large as before: learning is saturated at this rate",
+        "compare with the validation loss; lower the learning rate or raise the batch size, or end the run",
+    ),
     "scale_collapse": (
         "gradients overflow at every scale, since weights or activations are beyond fp16's range",
         f"stop; go back to the last good checkpoint, {_BEYOND_FP16}",
@@ -180,6 +202,14 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "skips without a scale": (
         "the data, the loss or a weight is not finite",
         "look at the batch and the module that the nonfinite events name; go back to the last good checkpoint",
+    ),
+    "scale drop": (
+        "the numbers of this layer have grown at once: overflow and NaN come next",
+        "look at this batch; clip gradients; lower the learning rate; leave the layer out: FP8(skip=('{module}',))",
+    ),
+    "scale rise": (
+        "the numbers of this layer have shrunk at once: small ones become zero in the next steps",
+        "look at this batch, at dead activations and at a loss that vanishes; or FP8(skip=('{module}',))",
     ),
     "memory_growth": (
         "something is kept from step to step, such as losses with their graph, outputs in a list or a growing cache",
@@ -193,11 +223,16 @@ _TEXTS: dict[str, tuple[str, str]] = {
 
 
 class Condition(NamedTuple):
-    """One that holds in a reading: the offending number, the evidence, and a key of the texts."""
+    """One that holds in a reading: the offending number, the evidence, and a key of the texts.
+
+    ``severity`` replaces that of the rule; ``module`` is the one concerned.
+    """
 
     value: float
     evidence: Mapping[str, Any]
     text: str = ""
+    severity: Severity | None = None
+    module: str | None = None
 
 
 class Rule:
@@ -234,18 +269,21 @@ class Rule:
         condition = None if value is None else self.judge(value, reading)
         begins = self.cooldown == 0
         self.cooldown = max(0, self.cooldown - 1) if condition is None else self.readings_between
-        if condition is None or not begins:
-            return None
+        return self.event(condition, step, under_plan) if condition is not None and begins else None
+
+    def event(self, condition: Condition, step: int, under_plan: bool) -> Event:
+        """Return the event of ``condition``; its advice names the plan's fields ``under_plan``, else callbacks."""
         cause, advice = _TEXTS[condition.text or self.kind]
         pinned = pinning(["…"], under_plan=under_plan).partition(", before")[0]
         return Event(
             step=step,
             kind=self.kind,
-            severity=self.severity,
+            severity=condition.severity or self.severity,
+            module=condition.module,
             value=condition.value,
             evidence=condition.evidence,
             cause=cause,
-            advice=advice.format(pinned=pinned),
+            advice=advice.format(pinned=pinned, module=condition.module),
         )
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
@@ -338,15 +376,20 @@ _STEADY = 1.01
 
 
 class LossPlateau(Rule):
-    """Nothing moves for a window: gradients are zero though the loss is not, or the update ratio is next to nothing.
+    """Nothing moves for a window, or the loss is flat for one while the gradient norm does not fall.
 
-    A gradient norm that falls is convergence, and a rate that changes a schedule at work.
+    Nothing moves if gradients are zero though the loss is not, or if the update ratio is next to nothing. This is a
+    warning. Where weights still move, a flat loss is saturated learning: info, once a run. A gradient norm that falls
+    is convergence. A rate that changes is a schedule at work: weights that do not move are its doing, and a flat loss
+    is judged only after warm-up.
     """
 
     kind, reads = "loss_plateau", metric_names.LOSS
     readings_between = 100
     #: the largest median update ratio of half a window
     peak = 0.0
+    #: whether this run's saturated learning was reported
+    reported_saturated = False
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
         for name in (metric_names.LOSS, metric_names.GRAD_NORM, metric_names.UPDATE_RATIO, metric_names.LR):
@@ -357,15 +400,22 @@ class LossPlateau(Rule):
         losses, norms, ratios, rates = self._windows.values()
         if _full(ratios):
             self.peak = max(self.peak, _medians(ratios, 2)[1])
-        why = self._why(norms, ratios, rates) if _full(losses) and median(losses) != 0 else None
+        if not _full(losses) or median(losses) == 0 or self._norms_fall(norms):
+            return None
+        why, severity = self._why(norms, ratios, rates), None
+        if why is None and self._is_saturated(losses, norms, rates):
+            why, severity = "saturated", "info"
+            self.reported_saturated = True
         if why is None:
             return None
-        if _full(norms):
-            earlier, later = _medians(norms, 2)
-            if later < self.settings.plateau_falling * earlier:
-                return None
         numbers: dict[str, Any] = {name: median(window) for name, window in self._windows.items() if window}
-        return Condition(value, {**numbers, "window": len(losses)}, why)
+        return Condition(value, {**numbers, "window": len(losses)}, why, severity)
+
+    def _norms_fall(self, norms: Window) -> bool:
+        if not _full(norms):
+            return False
+        earlier, later = _medians(norms, 2)
+        return later < self.settings.plateau_falling * earlier
 
     def _why(self, norms: Window, ratios: Window, rates: Window) -> str | None:
         if _full(norms) and norms[-1] == 0 and median(norms) == 0:
@@ -375,6 +425,17 @@ class LossPlateau(Rule):
         if scheduled or not _full(ratios) or median(ratios) > least:
             return None
         return "zero rate" if rates and rates[-1] == 0 else "still"
+
+    def _is_saturated(self, losses: Window, norms: Window, rates: Window) -> bool:
+        """True if the loss is flat within its noise, after warm-up, and this run has not been told so."""
+        warms_up = bool(rates) and rates[-1] > _STEADY * rates[0]
+        if self.reported_saturated or warms_up or not _full(norms):
+            return False
+        half = len(losses) // 2
+        earlier, earlier_error = _mean_and_error(list(losses)[:half])
+        later, later_error = _mean_and_error(list(losses)[half:])
+        error = math.hypot(earlier_error, later_error)
+        return abs(earlier - later) <= self.settings.plateau_errors * error
 
 
 #: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
@@ -417,6 +478,63 @@ class SkipStreak(Rule):
         if scale is None:
             return Condition(float(skips), {"skips_in_a_row": skips}, "skips without a scale")
         return Condition(float(skips), {"skips_in_a_row": skips, "loss_scale": scale})
+
+
+class ScaleJump(Rule):
+    """A scale of an FP8 layer that is far from the median of its last ones, below or above.
+
+    Each layer has three: of its input, its weight and the gradient of its output. A gradient's scale has to stay away
+    for several readings, because one sample can change it.
+
+    A reading has one event at most, of a scale that did not jump in the last readings. A jump is passed on from layer
+    to layer. So the event names the first layer whose input or weight jumped. If only gradients did, it names the last
+    layer, where the backward pass begins.
+    """
+
+    kind, reads = "scale_jump", FP8_SCALES
+
+    def __init__(self, settings: AlertSettings) -> None:
+        super().__init__(settings)
+        #: readings before a scale's next event
+        self._cooldowns: dict[tuple[str, str], int] = {}
+
+    def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
+        scales: Mapping[tuple[str, str], float] | None = reading.get(self.reads)
+        step = reading[metric_names.STEP]
+        if scales is None or step == self.last_step:
+            return None
+        self.last_step = step
+        jumps: list[Condition] = []
+        for key, scale in scales.items():
+            cooldown = self._cooldowns.get(key, 0)
+            jump = self._jump(key, scale)
+            self._cooldowns[key] = max(0, cooldown - 1) if jump is None else self.readings_between
+            if jump is not None and cooldown == 0:
+                jumps.append(jump)
+        if not jumps:
+            return None
+        forward = [jump for jump in jumps if jump.evidence["role"] != "gradient"]
+        origin = forward[0] if forward else jumps[-1]
+        evidence = {**origin.evidence, "scales_that_jumped": len(jumps)}
+        return self.event(origin._replace(evidence=evidence), step, under_plan)
+
+    def _jump(self, key: tuple[str, str], scale: float) -> Condition | None:
+        """Add a scale to its window. Return the condition if the last ones are far from the median of those before."""
+        layer, role = key
+        patience = self.settings.scale_patience if role == "gradient" else 1
+        window = self.window(f"{role} {layer}", self.settings.scale_window + patience)
+        window.append(scale)
+        if not _full(window):
+            return None
+        scales = list(window)
+        before, last = median(scales[:-patience]), scales[-patience:]
+        drop, rise = before / max(last), min(last) / before
+        factor = max(drop, rise)
+        if factor < self.settings.scale_ratio:
+            return None
+        change = "drop" if drop > rise else "rise"
+        numbers = {"role": role, "change": change, "factor": factor, "scale": scale, "median": before}
+        return Condition(scale, numbers, f"scale {change}", module=layer)
 
 
 #: pieces of the window whose medians all have to rise
@@ -473,7 +591,16 @@ class ThroughputDrop(Rule):
 
 
 #: in the order in which their events are reported
-_RULES = (GradNormSpike, LossPlateau, LossDivergence, ScaleCollapse, SkipStreak, ThroughputDrop, MemoryGrowth)
+_RULES = (
+    GradNormSpike,
+    LossPlateau,
+    LossDivergence,
+    ScaleCollapse,
+    ScaleJump,
+    SkipStreak,
+    ThroughputDrop,
+    MemoryGrowth,
+)
 
 
 class Alerts:

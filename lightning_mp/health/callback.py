@@ -22,7 +22,8 @@ from lightning_mp.compat.lightning import (
     logged_step,
 )
 from lightning_mp.errors import Faults, NonFiniteError, PlanError
-from lightning_mp.health.alerts import AT_FLOOR, SKIPPED, Alerts, AlertSettings, Reading
+from lightning_mp.health.alerts import AT_FLOOR, FP8_SCALES, SKIPPED, Alerts, AlertSettings, Reading
+from lightning_mp.health.fp8_scales import FP8Scales
 from lightning_mp.health.loss_scale_monitor import LossScaleMonitor
 from lightning_mp.health.measurement import LAG, StepMeasurement, ToHost, Values
 from lightning_mp.health.scale_sources import Number, SkipCount, StockSource, scale_source
@@ -50,6 +51,8 @@ _ROW = (
     metric_names.PARAM_NORM,
     metric_names.UPDATE_RATIO,
     *_SCALES,
+    metric_names.FP8_SCALE_MIN,
+    metric_names.FP8_SCALE_MAX,
     metric_names.LR,
     metric_names.TOKENS_PER_S,
     metric_names.SAMPLES_PER_S,
@@ -71,6 +74,8 @@ class TrainingHealth(WritesRun):
       sum of the losses passed to ``manual_backward``.
     - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio`` looks at 16
       evenly spaced pieces of 1,024 elements of a large parameter.
+    - ``health/fp8_scale_min``, ``_max``: the smallest and the largest scale with which an FP8 layer rounds its input,
+      its weight or its gradient; under ``fp8-mixed``, in every second reading.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped.
     - Throughput is over all ranks, since the last reading, validation excluded; FLOPs are counted in the first batch.
     - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory (Linux).
@@ -169,6 +174,7 @@ class TrainingHealth(WritesRun):
             run.step = _Step(measures=run.until_reading == 0)
             if run.step.measures:
                 run.measured.begin()
+                run.fp8_scales.begin()
         run.step.number, run.step.batch_idx = run.steps.step, batch_idx
         if run.step.measures and run.guard is None:
             run.step.replayer.remember(trainer, batch, batch_idx)
@@ -189,6 +195,7 @@ class TrainingHealth(WritesRun):
         run.count.before_step()
         if run.step.measures:
             run.measured.before_step(optimizer, run.source)
+            run.fp8_scales.before_step()
             if run.checks_before_step and run.step.before is None:
                 self._check_before_step(run, run.step, trainer, optimizer)
 
@@ -220,6 +227,7 @@ class TrainingHealth(WritesRun):
             others = {metric_names.LR: run.measured.lr, SKIPPED: run.count.skipped_last}
             step.logged_step = logged_step(trainer)
             values = {**run.measured.take(run.throughput.take()), **run.count.values(), **others}
+            values |= run.fp8_scales.take()
             run.to_host.send(values, partial(self._arrived, trainer, step))
         run.to_host.deliver()
 
@@ -229,7 +237,11 @@ class TrainingHealth(WritesRun):
         values = run.measured.derived({**(step.before or {}), **late})
         flops, peak = values[FLOPS], run.throughput.peak
         values[metric_names.MFU] = flops / peak if flops and peak else None
-        reading = step.reading(values, run.floor)
+        scales = run.fp8_scales.split(values)
+        if scales:
+            values[metric_names.FP8_SCALE_MIN] = min(scales.values())
+            values[metric_names.FP8_SCALE_MAX] = max(scales.values())
+        reading = {**step.reading(values, run.floor), FP8_SCALES: scales}
         row = {name: values.get(name) for name in _ROW}
         self._log.row(step.number, row)
         left_out = _SCALES if run.scale_logged and row[metric_names.LOSS_SCALE] is not None else ()
@@ -297,6 +309,7 @@ class TrainingHealth(WritesRun):
         if run is not None:
             run.move_schedulers()
             run.throughput.stop_counting()
+            run.fp8_scales.stop()
             run.step.replayer.forget()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -337,6 +350,7 @@ class _Run:
     def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
         self.measured = StepMeasurement(trainer, module)
         device, callbacks = trainer.strategy.root_device, callbacks_of(trainer)
+        self.fp8_scales = FP8Scales(module, self.measured.layout, device, trainer.world_size)
         self.throughput = Throughput(trainer, health.tokens, health.samples, health.peak_flops)
         writers = (callback for callback in callbacks if isinstance(callback, WritesRun))
         #: what writes the events of bad steps itself

@@ -48,9 +48,10 @@ class StepMeasurement:
         strategy = trainer.strategy
         self._device, self._world = strategy.root_device, trainer.world_size
         over = getattr(strategy, "parameter_groups", ())
-        self._layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
+        #: how the run's parameters are stored
+        self.layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
         self._all = list(module.parameters())
-        self._order = list(dict.fromkeys(self._layout.parameter(each).groups for each in self._all))
+        self._order = list(dict.fromkeys(self.layout.parameter(each).groups for each in self._all))
         self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
         #: ranks that share one batch (tensor parallel) count it once
@@ -89,14 +90,14 @@ class StepMeasurement:
             self.lr = next((group["lr"] for group in optimizer.param_groups), None)  # Adafactor may have its own
             self._before = copied(self._parameters())
             self._sums.add(list(self._before.values()), _BEFORE)
-        if not self._layout.zero:
+        if not self.layout.zero:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - self._seen
             parameters = [parameter for parameter in parameters if id(parameter) in own]
         elif self._seen:
             return
         self._seen.update(map(id, parameters))
-        shards = [self._layout.gradient(parameter) for parameter in parameters]
-        scaled = self._layout.zero or (isinstance(source, StockSource) and left_scaled_by_stock(optimizer))
+        shards = [self.layout.gradient(parameter) for parameter in parameters]
+        scaled = self.layout.zero or (isinstance(source, StockSource) and left_scaled_by_stock(optimizer))
         scale = source.scale() if source and scaled else None
         self._sums.add(shards, metric_names.GRAD_NORM, divisor=scale)
 
@@ -156,7 +157,7 @@ class StepMeasurement:
         return values
 
     def _parameters(self) -> list[Shard]:
-        return [self._layout.parameter(parameter) for parameter in self._trained]
+        return [self.layout.parameter(parameter) for parameter in self._trained]
 
 
 def memory(device: torch.device) -> tuple[float | None, float | None]:

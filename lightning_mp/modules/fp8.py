@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from lightning_mp.modules.patterns import (
     owners,
     swap_all,
 )
+from lightning_mp.numerics.grads import local
 from lightning_mp.policy import FP8
 
 
@@ -128,6 +130,51 @@ def summary(layers: Sequence[FP8Layer]) -> str:
     return f"{converted}; left in bf16: {left}" if left else converted
 
 
+# ------------------------------------------------------------------ what a layer's scales follow from
+
+#: what a converted layer rounds to FP8: its input, its weight, and the gradient of its output
+Role = Literal["input", "weight", "gradient"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@torch.no_grad()
+def largest_magnitude(tensor: Tensor) -> Tensor:
+    """Return the largest magnitude in this rank's part of ``tensor``: an fp32 scalar on its device, NaN if one is."""
+    part = local(tensor.detach())
+    return torch.linalg.vector_norm(part, ord=inf).float()
+
+
+class Magnitudes:
+    """The largest magnitudes of the inputs and gradients of converted layers, kept on the device.
+
+    They are collected while ``active``, over all forward passes that record gradients. A layer that ``torch.compile``
+    runs is left out.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._largest: dict[tuple[nn.Module, Role], Tensor] = {}
+
+    def watch(self, module: nn.Module, rows: Tensor, output: Tensor) -> None:
+        """Record the input ``rows`` of ``module``, and the gradient of its ``output`` once there is one."""
+        self._add(module, "input", rows)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._add(module, "gradient", gradient))
+
+    def _add(self, module: nn.Module, role: Role, tensor: Tensor) -> None:
+        if not self.active:  # a gradient of a step that is over
+            return
+        largest = largest_magnitude(tensor)
+        before = self._largest.get((module, role))
+        self._largest[module, role] = largest if before is None else torch.maximum(before, largest)
+
+    def take(self) -> dict[tuple[nn.Module, Role], Tensor]:
+        """Stop, and return the largest magnitude by module and role; nothing is left."""
+        self.active = False
+        largest, self._largest = self._largest, {}
+        return largest
+
+
 # ------------------------------------------------------------------ running
 
 
@@ -135,6 +182,7 @@ def summary(layers: Sequence[FP8Layer]) -> str:
 class Running:
     """What a converted layer needs in its forward; one for a run, shared by its layers and their copies."""
 
+    recipe: str
     product: torchao.Product
     #: what the number of rows is padded to
     multiple: int
@@ -143,6 +191,7 @@ class Running:
     #: what has the stage of the Trainer's run as ``stage``, and that of training; ``None`` where there is no Trainer
     stages: tuple[Any, Any] | None
     evaluate: bool
+    magnitudes: Magnitudes = field(default_factory=Magnitudes)
 
     def __deepcopy__(self, memo: Any) -> Running:
         return self
@@ -182,6 +231,8 @@ class FP8Forward(Swapped):
         # torchao looks at CUDA's autocast alone, and its tensors do not know the operators of inference mode.
         with torch.autocast(running.device_type, enabled=False), _no_inference_mode():
             output = running.product(rows, module.weight.t())[:count]
+            if not torch.compiler.is_compiling() and running.magnitudes.active and torch.is_grad_enabled():
+                running.magnitudes.watch(module, rows, output)
         output = output.reshape(*input.shape[:-1], -1)
         bias = cast("Tensor | None", module.bias)
         return output if bias is None else output + bias.to(output.dtype)
@@ -201,10 +252,17 @@ def is_converted(module: nn.Module) -> bool:
     return module.__dict__.get("_lmp_fp8") is not None
 
 
+def converted(root: nn.Module) -> tuple[dict[str, nn.Module], Running | None]:
+    """Return the converted layers below ``root`` by name, and what they share; ``None`` without any."""
+    layers = {name: module for name, module in root.named_modules() if is_converted(module)}
+    shared = next((module.__dict__["_lmp_fp8"] for module in layers.values()), None)
+    return layers, shared
+
+
 def apply(
     modules: Iterable[nn.Module], rule: FP8, dtype: torch.dtype, device_type: str, stages: tuple[Any, Any] | None = None
 ) -> Callable[[], None]:
     """Convert in place, and return what undoes it; parameters stay what they are. ``dtype`` is autocast's."""
     product = torchao.product(rule.recipe, emulate=rule.emulate)
-    running = Running(product, rule.multiple, dtype, device_type, stages, rule.evaluate == "fp8")
+    running = Running(rule.recipe, product, rule.multiple, dtype, device_type, stages, rule.evaluate == "fp8")
     return swap_all(modules, FP8Forward, _lmp_fp8=running)

@@ -227,13 +227,13 @@ def takes_flag(optimizer: Optimizer) -> bool:
     """
     # A wrapper answers with the attributes of the optimizer in it, which would not see the flag.
     claimed = vars(optimizer).get(compat.TAKES_FLAG, getattr(type(optimizer), compat.TAKES_FLAG, False))
-    if claimed is not True or not _steps_as_torch(optimizer):
+    if claimed is not True or not steps_as_torch(optimizer):
         return False
     # a group from a checkpoint may be without ``fused``
     return all(group.get("fused", True) for group in optimizer.param_groups)
 
 
-def _steps_as_torch(optimizer: Optimizer) -> bool:
+def steps_as_torch(optimizer: Any) -> bool:
     """True if ``step`` is that of an optimizer of torch's: no subclass has its own, and nobody replaced it."""
     return getattr(optimizer.step, "__module__", "").startswith("torch.optim.")
 

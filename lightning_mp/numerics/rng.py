@@ -1,4 +1,4 @@
-"""What a run changes in its process, first of all the random number generators: read, and put back."""
+"""Settings of the process that a run changes, the random number generators first: read and restored."""
 
 import os
 import random
@@ -9,25 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 RngState = dict[str, Any]
 
 
 def rng_state(device: torch.device) -> RngState:
-    """Where torch's (CPU, and ``device`` if it is CUDA), Python's and numpy's generators stand.
+    """Return the state of torch's (CPU, and ``device`` if it is CUDA), Python's and numpy's generators.
 
-    Tensors and plain values only, so that ``torch.load(weights_only=True)`` reads it.
+    It consists of tensors and plain values, so that ``torch.load(weights_only=True)`` reads it.
     """
     state: RngState = {**_torch_state(device), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # else nothing has drawn from it
+    if numpy is not None:  # numpy is not imported, so nothing has drawn from it
         name, keys, *rest = numpy.random.get_state(legacy=True)
         state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
 def set_rng_state(state: RngState, device: torch.device) -> None:
-    """Put the generators back to where :func:`rng_state` found them, CUDA's where there is one."""
+    """Restore the generators to a state of :func:`rng_state`; CUDA's only if ``device`` is CUDA."""
     _set_torch_state(state, device)
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
@@ -51,7 +52,7 @@ def _set_torch_state(state: RngState, device: torch.device) -> None:
 
 @contextmanager
 def environment_kept() -> Generator[None, None, None]:
-    """On exit the environment is as it was."""
+    """Within, the environment may be changed; on exit it is restored."""
     before = dict(os.environ)
     try:
         yield
@@ -62,7 +63,7 @@ def environment_kept() -> Generator[None, None, None]:
 
 @contextmanager
 def process_kept(device: torch.device) -> Generator[None, None, None]:
-    """On exit generators, environment, working folder and torch's switches of determinism are as they were."""
+    """On exit restore generators, environment, working folder and torch's switches of determinism."""
     state, folder = rng_state(device), Path.cwd()
     cudnn: Any = torch.backends.cudnn
     benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
@@ -77,12 +78,39 @@ def process_kept(device: torch.device) -> Generator[None, None, None]:
         torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
+# ------------------------------------------------------------------ random numbers that are the same on every rank
+
+
+def of_first_rank(seed: int, device: torch.device) -> int:
+    """Return rank 0's ``seed``, less its 64th bit; a collective on ``device``."""
+    shared = torch.tensor(seed % 2**63, dtype=torch.int64, device=device)
+    dist.broadcast(shared, 0)
+    return int(shared)
+
+
+def seed_of_step(seed: int, step: int) -> int:
+    """Return a seed for one step of a run: another one for each step, and for each ``seed`` of the run."""
+    return random.Random(f"{seed} {step}").getrandbits(63)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Generator[None, None, None]:
+    """Within, the generators of the CPU and of ``device`` begin at ``seed``; afterwards they are as before."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
 class Stream:
-    """Random numbers of torch's apart from those drawn around them, which go on where they last were.
+    """A separate stream of torch's random numbers, which continues where it ended last time.
 
     Args:
-        number: stream 0 begins with what would be drawn around it, any other one elsewhere.
-        device: the generator beside the CPU's that is kept apart, if it is CUDA.
+        number: stream 0 begins at the present state of the generators, any other stream elsewhere.
+        device: if it is CUDA, its generator belongs to the stream too.
     """
 
     def __init__(self, number: int, device: torch.device) -> None:
@@ -91,7 +119,7 @@ class Stream:
 
     @contextmanager
     def drawn(self) -> Generator[None, None, None]:
-        """Within it this stream is drawn from; afterwards the generators are where they were."""
+        """Within, torch draws from this stream; on exit the generators are restored."""
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             if self._reached is not None:
                 _set_torch_state(self._reached, self._device)

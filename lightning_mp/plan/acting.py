@@ -1,4 +1,4 @@
-"""The callbacks that change a project on stock plugins, and undo it: TF32, pins and checkpointing."""
+"""Callbacks for stock plugins that change a run and undo the change: TF32, pins and checkpointing."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -33,14 +33,14 @@ class ActingCallback(RunCallback):
         self._undo: Callable[[], object] | None = None
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
-        """Check, then do it; what undoes it, or ``None`` if there was nothing to do."""
+        """Check and apply. Return a function that undoes it, or ``None`` if nothing was changed."""
         raise TypeError(f"{type(self).__name__} must define apply()")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to run next to a plan, then apply.
 
         Raises:
-            PlanError: a MixedPrecisionPlan is present, or what was given does not fit the model.
+            PlanError: a MixedPrecisionPlan is present, or the arguments do not fit the model.
         """
         name = type(self).__name__
         check_copy(trainer, name)
@@ -79,7 +79,7 @@ class EnableTF32(ActingCallback):
         self._policy = PrecisionPolicy(precision="32-true", tf32=setting)
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
-        """Set TF32 where the device has it."""
+        """Set TF32 if the device has it."""
         device = describe(trainer.strategy.root_device)
         for_strategy.check_device(self._policy, device, faults)
         faults.raise_if_any()
@@ -89,8 +89,8 @@ class EnableTF32(ActingCallback):
 class DtypePinning(ActingCallback):
     """Stores and runs chosen modules in a dtype of their own, whatever the stock plugin does to the rest.
 
-    ``pins`` are those of :class:`~lightning_mp.MixedPrecisionPlan`, ``{"*norm*": "fp32"}``. After the run every module
-    has its own forward and its own dtypes back; going back to a narrower dtype rounds.
+    ``pins`` is a mapping as for :class:`~lightning_mp.MixedPrecisionPlan`, such as ``{"*norm*": "fp32"}``. After the
+    run every module has its own forward and its earlier dtypes again. A cast back to a narrower dtype rounds.
 
     Raises:
         PlanError: a pattern that matches nothing, contradicting pins on tied weights, or a MixedPrecisionPlan next
@@ -125,8 +125,8 @@ class DtypePinning(ActingCallback):
 class ActivationCheckpointing(ActingCallback):
     """Recomputes the activations of the chosen modules in the backward pass, with any strategy that keeps the module.
 
-    Arguments are those of :class:`~lightning_mp.policy.Checkpointing`. Modules that are only made in
-    ``configure_model`` do not exist yet when callbacks are set up, and cannot be matched.
+    :class:`~lightning_mp.policy.Checkpointing` explains the arguments. Modules that ``configure_model`` makes do not
+    exist yet when callbacks are set up, and cannot be matched.
 
     Raises:
         PlanError: a pattern that matches nothing, or a MixedPrecisionPlan next to it (use its ``checkpointing=``).

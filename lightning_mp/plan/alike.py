@@ -1,4 +1,4 @@
-"""That ranks have the same plan and the same module, compared before a strategy's first collective on either."""
+"""The check that ranks have the same plan and the same module, before a strategy's first collective."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,9 +16,11 @@ from lightning_mp.errors import Fault, Faults
 
 
 def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, faults: Faults) -> None:
-    """Note on every rank, in place of what each noted by itself, where they differ; called by all of them.
+    """Compare plan, module and faults over ranks. A collective, which every rank has to call.
 
-    ``plan`` is the resolved one, ``auto_on`` the device that decided it. One device sync, where ranks are alike.
+    If ranks differ, ``faults`` of every rank become the same: the difference, or the faults of all ranks. If they are
+    equal, nothing changes, at the cost of one all-reduce and one device sync. ``plan`` is the resolved plan,
+    ``auto_on`` the device for which ``auto`` was resolved.
     """
     if not dist.is_initialized():  # a plan that is checked without a run
         return
@@ -29,7 +31,7 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
         return
     plans, tensors, noted, devices = zip(*ranks, strict=True)
     places = (place for place in zip_longest(*tensors, fillvalue="nothing more") if len(set(place)) > 1)
-    # what a rank cannot run may follow from another plan or module
+    # A rank's faults may follow from its different plan or module, which is then the only fault.
     if len(set(plans)) > 1:
         shown = _by_rank([f"{plan}{on}" for plan, on in zip(plans, devices, strict=True)])
         fix = "give every rank the same, not 'auto' where devices differ"
@@ -46,9 +48,10 @@ def compare(plan: str, auto_on: str, module: nn.Module, device: torch.device, fa
 
 
 def apart(numbers: Iterable[int], device: torch.device, group: Any = None, *, mine: Any = None) -> list[Any]:
-    """What each rank has, its ``numbers`` or what it gives as ``mine``, if ranks have other numbers; else nothing.
+    """Return an empty list if all ranks have equal ``numbers``, else what each rank passed as ``mine``.
 
-    Where they are alike, one collective and one device sync.
+    Without ``mine`` it is the rank's numbers. A collective: one all-reduce and one device sync if ranks are equal, an
+    all-gather of objects as well if not.
     """
     held = tuple(numbers)
     digest = hash(held) >> 1  # of integers: the same in every process

@@ -1,4 +1,4 @@
-"""What a policy declares, as a table: for a module, with the number of modules that each rule covers."""
+"""A policy as a table; with a module, also the number of modules that each rule covers."""
 
 import re
 from collections.abc import Sequence
@@ -13,14 +13,17 @@ from lightning_mp.errors import Faults, counted
 from lightning_mp.modules import checkpointing, fp8, pins
 from lightning_mp.policy import LossScaling, NonFinite, PrecisionPolicy
 
-#: columns that the text of a row may take
+#: the width of the table, in columns
 WIDTH = 96
 
 Rows = list[tuple[str, str]]
 
 
 def rows(policy: PrecisionPolicy, module: nn.Module | None, layers: Sequence[fp8.FP8Layer] = ()) -> Rows:
-    """What is declared, by subject; with ``module``, what each rule covers of it; ``layers`` are those of a run."""
+    """Return (subject, text) rows of a policy. With ``module`` they name the modules that each rule covers.
+
+    ``layers`` are the FP8 layers of a run; without them they are selected here.
+    """
     if policy.fp8 is not None and module is not None and not layers:
         covered = [member.module for member in pins.resolve(module, policy.pins, Faults()).covered]
         layers = fp8.select(module, policy.fp8, covered, Faults())[0]
@@ -64,15 +67,15 @@ def _checkpointing(policy: PrecisionPolicy, module: nn.Module | None) -> str:
 
 
 def _counted(names: list[str]) -> str:
-    """``2 modules, net.1, net.4``, of many ``12 modules, model.layers.*.norm``: what the names have in common."""
-    # a number in a name is a layer's index
+    """Return a count with names: ``2 modules, net.1, net.4``, or ``12 modules, model.layers.*.norm`` for many."""
+    # a number in a name is the index of a layer
     forms = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) if len(names) > 3 else name for name in names))
     shown = ", ".join(forms[:3]) + (f" and {len(forms) - 3} more" if len(forms) > 3 else "")
     return f"{counted(len(names), 'module')}, {shown}" if names else "no module"
 
 
 def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp8.FP8Layer] = ()) -> list[str]:
-    """What a run begins with: 3 to 5 lines of at most 160 characters; ``layers`` are what may run in FP8."""
+    """Return the first lines of a run: 3 to 5 of at most 160 characters. ``layers``: the FP8 layers."""
     covered = [f"pin {text}" for name, text in _pins(policy, module) if name == "pin"]
     if policy.checkpointing is not None:
         covered.append(f"checkpointing {_checkpointing(policy, module)}")
@@ -88,14 +91,14 @@ def announcement(policy: PrecisionPolicy, module: nn.Module, layers: Sequence[fp
 
 
 def as_text(table: Rows) -> str:
-    """The rows in two columns, at most ``WIDTH`` wide."""
+    """Return the rows in two columns, at most ``WIDTH`` wide."""
     indent = max(len(name) for name, _ in table) + 2
     wrap = partial(fill, width=WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(wrap(text, initial_indent=f"{name:{indent}}") for name, text in table)
 
 
 def as_html(table: Rows) -> str:
-    """The rows as an HTML table, escaped."""
+    """Return the rows as an escaped HTML table."""
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in table)
     return f"<table>{cells}</table>"
 
@@ -124,6 +127,6 @@ def _loss_scaling(policy: PrecisionPolicy) -> str:
 
 
 def _written(rule: LossScaling | NonFinite) -> str:
-    """Every field of ``rule`` that is not off, its defaults too."""
+    """Return every field of ``rule`` that is not None or False, defaults included."""
     on = {name: value for name, value in asdict(rule).items() if value is not None and value is not False}
     return ", ".join(f"{name}={value!r}" for name, value in on.items())

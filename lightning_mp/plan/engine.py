@@ -30,7 +30,7 @@ from lightning_mp.compat.torch import (
 from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
 from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
-from lightning_mp.numerics import grads
+from lightning_mp.numerics import grads, rng
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler, unwrapped
 from lightning_mp.plan import diagnosis, optimizer_facts
@@ -70,6 +70,10 @@ class StepEngine(ABC):
         self.optimizers: list[Optimizer] = []
         #: those of them that evaluate their closure again (LBFGS, SAM): they step as under stock Lightning
         self.unchecked: list[Optimizer] = []
+        #: those of them whose step may read the loss, or ask for another pass, through its closure
+        self.with_closure: list[Optimizer] = []
+        #: those of them that round at random
+        self.rounding: list[Optimizer] = []
         #: gradients came in since the last step
         self.pending = False
         #: the global gradient norm of the last clipping, before it, on the device
@@ -107,6 +111,11 @@ class StepEngine(ABC):
         #: the last loss was scaled; its backward pass is under way
         self._loss_is_scaled = False
         self._scaled_pass = False
+        #: the seed of rank 0, by which all ranks round; known after the first step of an optimizer that does
+        self._seed: int | None = None
+        self._own_seed = 0
+        #: the classes of which a line said that their gradients are not checked
+        self._told_unchecked = set[str]()
         #: a warning said that losses are not scaled
         self._unscaled_losses_told = False
         #: by which gradients are known that this engine's losses left
@@ -179,15 +188,36 @@ class StepEngine(ABC):
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
         """Note which optimizers cannot step under the policy."""
         for optimizer in optimizers:
-            once = self.scaler.enabled or self.evaluates_once
-            if once and optimizer_facts.evaluates_again(optimizer):
-                where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
-                instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
-                given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
-                faults.add(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
+            if optimizer_facts.evaluates_again(optimizer) and self._steps_once:
+                self._add_evaluates_again(optimizer, faults)
             else:
                 for shards, where in self.steps:
                     optimizer_facts.check_shards(optimizer, shards, where, faults)
+
+    @property
+    def _steps_once(self) -> bool:
+        """True if no optimizer may evaluate its closure again within a step."""
+        return self.scaler.enabled or bool(self.evaluates_once)
+
+    def _add_evaluates_again(self, optimizer: Optimizer, faults: Faults) -> None:
+        where = self.evaluates_once or f"with precision={self.policy.precision!r}, whose loss scale may change"
+        instead = "strategy='mp_ddp'" if self.evaluates_once else "'bf16-mixed' or '32-true'"
+        given = f"{type(optimizer).__name__}, which evaluates its closure again, {where}"
+        faults.add(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
+
+    def accept_another_pass(self, optimizer: Optimizer) -> None:
+        """Say once of an optimizer that the gradients of a second pass within its step are not checked.
+
+        Raises:
+            PlanError: no optimizer may evaluate its closure again: there is a loss scale, or weights are sharded.
+        """
+        if self._steps_once:
+            with Faults() as faults:
+                self._add_evaluates_again(optimizer, faults)
+        name = type(optimizer).__name__
+        if self.scaler.checks and name not in self._told_unchecked:
+            self._told_unchecked.add(name)
+            rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Take the optimizers, and the model as the strategy wrapped it.
@@ -207,10 +237,12 @@ class StepEngine(ABC):
                 self._connected.callback(register_optimizer_step_pre_hook(self._refuse_untracked).remove)
         self.scaler.sync = max_over_ranks_ if self.distributed else None
         self._next_check = 0
+        self._own_seed = torch.initial_seed()
+        self._seed = None
         self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step these optimizers from now on; say once of each whether its gradients are not checked.
+        """Step these optimizers from now on; say once of each class if its gradients are not checked.
 
         Raises:
             PlanError: an optimizer cannot step under the policy.
@@ -218,13 +250,12 @@ class StepEngine(ABC):
         optimizers = [*map(unwrapped, optimizers)]
         with Faults() as faults:
             self.check_optimizers(optimizers, faults)
-        told = [*map(id, self.unchecked)]
         self.optimizers = optimizers
         self.unchecked = [*filter(optimizer_facts.evaluates_again, optimizers)]
-        for optimizer in self.unchecked if self.scaler.checks else ():
-            if id(optimizer) not in told:
-                name = type(optimizer).__name__
-                rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
+        for optimizer in self.unchecked:
+            self.accept_another_pass(optimizer)
+        self.with_closure = [*filter(optimizer_facts.takes_closure, optimizers)]
+        self.rounding = [*filter(optimizer_facts.rounds_at_random, optimizers)]
         self.scaler.forget_others(optimizers)
         self._take_parameters(self._updated_parameters())
 
@@ -413,9 +444,21 @@ class StepEngine(ABC):
 
         Returns what the optimizer returned, ``None`` where the host knows of a skip.
         """
-        result = self.scaler.step_checked(optimizer, **kwargs)
+        with self._rounded_alike(optimizer):
+            result = self.scaler.step_checked(optimizer, **kwargs)
         self.pending = False
         return result
+
+    def _rounded_alike(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Around a step: an optimizer that rounds at random rounds alike on every rank, or replicas would differ.
+
+        The first such step of a run is a collective: every rank takes the seed of rank 0, which it keeps.
+        """
+        if not self.distributed or not any(optimizer is each for each in self.rounding):
+            return NOTHING
+        if self._seed is None:
+            self._seed = rng.of_first_rank(self._own_seed, self.device)
+        return rng.seeded(rng.seed_of_step(self._seed, self.scaler.attempts), self.device)
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse a step that the plan does not make, if it would apply gradients of a scaled loss.
@@ -529,8 +572,6 @@ class EagerEngine(StepEngine):
         if isinstance(model, DistributedDataParallel):
             self._ddp, self.reduces = model, "DDP"
             self._set_reduce_dtype(model)
-        if self.distributed and any(getattr(optimizer, "bf16_stochastic_round", False) for optimizer in optimizers):
-            self.step = self._step_seeded
 
     def _set_reduce_dtype(self, ddp: DistributedDataParallel) -> None:
         """Have DDP, which sums each gradient in its own dtype, sum all in ``reduce_dtype``; float64 stays as it is."""
@@ -553,12 +594,6 @@ class EagerEngine(StepEngine):
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm, in fp32."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
-
-    def _step_seeded(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Have torchao's optimizers, which round at random, round alike on every rank, or weights would differ."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self.scaler.attempts)
-            return super().step(optimizer, **kwargs)
 
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,14 +1,15 @@
 """What a plan has to know of an optimizer: its closure, and whether it can step on shards."""
 
 import inspect
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
+from lightning_mp.numerics.grads import steps_as_torch
 
 #: classes by their names, in any case of letters
 _SAM = {"asam", "esam", "gsam", "looksam", "sam", "wsam"}
@@ -31,20 +32,42 @@ _CANNOT: dict[Shards, tuple[set[str], tuple[str, ...]]] = {
 }
 
 
-def requires_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer cannot step without a closure (LBFGS and its kind)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+def _step_parameters(optimizer: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the optimizer's ``step``; of a wrapper without one, those of the optimizer that answers."""
+    step = getattr(type(optimizer), "step", None) or optimizer.step
+    return inspect.signature(step).parameters
+
+
+def requires_closure(optimizer: Any) -> bool:
+    """True if the optimizer cannot step without a closure (LBFGS and its kind)."""
+    closure = _step_parameters(optimizer).get("closure")
     return closure is not None and closure.default is closure.empty
 
 
-def evaluates_again(optimizer: Optimizer) -> bool:
-    """Whether it is LBFGS, an optimizer of its kind, or by its name one of SAM's."""
-    return requires_closure(optimizer) or not _SAM.isdisjoint(kind.__name__.lower() for kind in type(optimizer).__mro__)
+def takes_closure(optimizer: Any) -> bool:
+    """True if the optimizer may do something with a closure. Torch's own only call it first, which changes nothing."""
+    if steps_as_torch(optimizer):
+        return False
+    parameters = _step_parameters(optimizer)
+    return "closure" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def needs_whole_parameters(name: str) -> bool:
-    """True if an optimizer of this class name cannot step pieces of flat tensors."""
-    return name.lower() in _WHOLE | _TOGETHER
+def evaluates_again(optimizer: Any) -> bool:
+    """True if it, or an optimizer that it holds, is of LBFGS's kind or of SAM's."""
+    return any(requires_closure(part) or _is_sam(part) for part in parts(optimizer))
+
+
+def _is_sam(optimizer: Any) -> bool:
+    """True by the name of its class, or by the two steps that implementations of SAM have."""
+    kind = type(optimizer)
+    by_name = not _SAM.isdisjoint(each.__name__.lower() for each in kind.__mro__)
+    return by_name or (hasattr(kind, "first_step") and hasattr(kind, "second_step"))
+
+
+def rounds_at_random(optimizer: Any) -> bool:
+    """True if an option of the optimizer, or of one that it holds, says so (torchao's ``bf16_stochastic_round``)."""
+    options = [each for part in parts(optimizer) for each in (_attributes(part), *part.param_groups)]
+    return any("stochastic_round" in str(name) and value is True for each in options for name, value in each.items())
 
 
 def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
@@ -58,9 +81,21 @@ def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Fault
         faults.add(given, fix="use AdamW, SGD or Lion, which update each number by itself, or strategy='mp_ddp'")
 
 
-def parts(optimizer: Any) -> Iterator[Any]:
-    """The optimizer, and those that it holds."""
-    yield optimizer
-    for inner in vars(optimizer).values():
-        if isinstance(inner, Optimizer):
-            yield from parts(inner)
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    return getattr(optimizer, "__dict__", {})
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizer, and those that it holds as attributes, or in lists and mappings among them."""
+    optimizers: list[Any] = [optimizer]
+    for part in optimizers:  # grows meanwhile
+        for value in _attributes(part).values():
+            inside: list[Any] = [value]
+            if isinstance(value, (list, tuple)):
+                inside = list(cast("Sequence[Any]", value))
+            elif isinstance(value, dict):
+                inside = list(cast("dict[Any, Any]", value).values())
+            for each in inside:
+                if isinstance(each, Optimizer) and all(each is not other for other in optimizers):
+                    optimizers.append(each)
+    return optimizers

@@ -31,6 +31,7 @@ from lightning_mp.deepspeed.merge import DeepSpeedJson, DeepSpeedNotes
 from lightning_mp.errors import Faults, PlanError, near_keywords
 from lightning_mp.numerics.dtypes import cast_floating, default_dtype, describe
 from lightning_mp.plan import alike, diagnosis, for_strategy
+from lightning_mp.plan.closures import EvaluatedClosure
 from lightning_mp.plan.engine import NOTHING, StepEngine
 from lightning_mp.plan.run import PlanBase, Run, began, ended
 from lightning_mp.policy import PrecisionPolicy, load, precision_policy
@@ -374,9 +375,31 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
                 self._after_closure(model, optimizer)
             if run.checks_again:
                 engine.check_finite_again(optimizer)
+            if any(optimizer is each for each in engine.with_closure):
+                another_pass = partial(self._run_again, optimizer, model, closure)
+                kwargs["closure"] = EvaluatedClosure(result, optimizer, another_pass)
             returned = engine.step(optimizer, **kwargs)
             result = result if returned is None else returned
             engine.finish_step(None if engine.manual else partial(diagnosis.run_again, optimizer, model, closure))
+        return result
+
+    def _run_again(
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], first_pass_unused: bool
+    ) -> Any:
+        """Run the closure within the optimizer's step, as stock Lightning does, and return its loss.
+
+        With ``first_pass_unused`` the optimizer's later steps are those of stock Lightning.
+
+        Raises:
+            PlanError: a loss scale or shards do not allow it.
+        """
+        engine = self._run.engine
+        assert engine is not None
+        engine.accept_another_pass(optimizer)
+        if first_pass_unused:
+            engine.unchecked.append(optimizer)
+        result = closure()
+        self._after_closure(model, optimizer)
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

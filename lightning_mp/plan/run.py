@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
@@ -12,21 +13,22 @@ from torch import Tensor, nn
 
 from lightning_mp.compat.lightning import (
     LightningModule,
-    TensorBoardLogger,
     Trainer,
     TrainerFn,
     rank_zero_info,
     rank_zero_warn,
     trainer_of,
 )
-from lightning_mp.compat.torch import backward_traced_outside_autocast
+from lightning_mp.compat.torch import attention_calls_its_modules, backward_traced_outside_autocast
+from lightning_mp.compat.torchao import loadable_anywhere
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.fp8 import FP8Layer
 from lightning_mp.modules.patterns import call_with_original_classes
-from lightning_mp.numerics.dtypes import to_torch
+from lightning_mp.numerics.dtypes import map_tensors, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
 from lightning_mp.plan import describe, diagnosis
 from lightning_mp.plan.engine import StepEngine
+from lightning_mp.plan.hyperparameters import log_plan
 from lightning_mp.plan.skip_aware import Override, hold_on_skips, may_change_gradients
 from lightning_mp.policy import PrecisionPolicy
 from lightning_mp.record import file_format
@@ -75,10 +77,8 @@ class Run:
         self.cleanup.callback(engine.release)
         self.cleanup.enter_context(backward_traced_outside_autocast())
         engine.prepare(module)
-        if self.policy.pins and trainer is not None:
-            # Else torch's encoder layers read their children's weights in evaluation, past the pins.
-            self.cleanup.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-            torch.backends.mha.set_fastpath_enabled(False)
+        if (self.policy.pins or self.policy.mixed) and trainer is not None:
+            self.cleanup.enter_context(attention_calls_its_modules())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             run = partial(call_with_original_classes, module)
             self.cleanup.callback(Override(module, "configure_optimizers", run).remove)
@@ -188,6 +188,12 @@ class PlanBase:
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict.get("scaler", {}))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Have torchao's optimizer states and quantized weights saved in a form that every strategy can load."""
+        if "torchao" in sys.modules:  # else there are none
+            for key in ("state_dict", "optimizer_states"):
+                checkpoint[key] = map_tensors(checkpoint.get(key), loadable_anywhere)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``.
 
@@ -234,12 +240,7 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
             "'16-mixed' has them in fp32"
         )
         rank_zero_info("An optimizer's eps=1e-8 is 0 in fp16: set eps=1e-4, or fused=True")
-    for logger in trainer.loggers:
-        # under one key, beside the module's own: loggers without nested names make precision_plan/loss_scaling of it
-        pins = str({pin.pattern: pin.dtype for pin in engine.policy.pins})
-        # else TensorBoard writes an hp_metric: a second one, or one of a run that has no hyperparameters
-        nothing: Any = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
-        logger.log_hyperparams({"precision_plan": engine.policy.to_dict() | {"pins": pins}}, **nothing)
+    log_plan(engine.policy, trainer)
 
 
 def ended(run: Run) -> None:

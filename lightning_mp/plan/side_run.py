@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_mp.compat.lightning import LightningModule, Trainer
-from lightning_mp.compat.torch import buffers_of
+from lightning_mp.compat.torch import attention_calls_its_modules, buffers_of
 from lightning_mp.numerics.contents import Contents, package_of
 from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_torch
 from lightning_mp.numerics.rng import rng_state, set_rng_state
@@ -72,7 +72,7 @@ def loss_of(output: Any) -> Any:
 def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: str | None, storage: str | None) -> Any:
     """:func:`step_output` under autocast to a dtype, else with parameters, default dtype and batch in ``storage``."""
     if autocast is not None:
-        with torch.autocast(device.type, to_torch(autocast), cache_enabled=False):
+        with attention_calls_its_modules(), torch.autocast(device.type, to_torch(autocast), cache_enabled=False):
             return step_output(module, batch)
     dtype = None if storage in (None, "fp64") else to_torch(storage)
     if dtype not in HALF:

@@ -1,4 +1,4 @@
-"""``advise``: precision, strategy, degrees, checkpointing and micro-batch, best first, and why the others lost."""
+"""``advise``: precision, strategy, degrees, checkpointing and micro-batch, best first, and why others lost."""
 
 import itertools
 import math
@@ -17,19 +17,20 @@ from lightning_mp.policy.hardware import GPU, GPUS
 _GIB = 2**30
 _LARGEST_MICRO_BATCH = 64
 _DEGREES = tuple(2**power for power in range(13))
-#: Faster by less than this, a layout with more parts is not worth them.
+#: A layout with more kinds of parallelism has to be faster by more than this factor.
 _MARGIN = 1.03
 RANKED = f"Ranked by speed; of layouts within {_MARGIN - 1:.0%} the one with fewer kinds of parallelism comes first."
 _CAUSAL_LM = "lightning_mp.demo.language_model.CausalLM"
-#: of a config.json what says how it was saved
+#: keys of a config.json that describe the file, not the model
 _NOT_OF_A_MODEL = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``choices`` that fit, best first; ``lost``, a line for each layout, or reason, that did not make it.
+    """The layouts that fit (``choices``), best first, and a line for each of the others (``lost``).
 
-    Where nothing fits, ``missing_bytes`` says by how much on each GPU, and ``nearest_gpus`` how many GPUs would do.
+    If nothing fits, ``missing_bytes`` are the missing bytes on each GPU, and ``nearest_gpus`` a number of GPUs that is
+    enough.
     """
 
     shape: ModelShape
@@ -38,14 +39,14 @@ class Advice:
     choices: tuple[Estimate, ...]
     lost: tuple[str, ...]
     precision_reason: str
-    #: to train on, as asked for; ``None``: 20 a parameter
+    #: the tokens to train on; ``None``: 20 a parameter
     tokens: float | None
     missing_bytes: int = 0
     nearest_gpus: int | None = None
 
     @cached_property
     def best(self) -> Estimate:
-        """The first choice.
+        """Return the first choice.
 
         Raises:
             PlanError: nothing fits.
@@ -57,10 +58,10 @@ class Advice:
         return self.choices[0]
 
     def yaml(self, choice: Estimate | None = None) -> str:
-        """A file that ``lightning-mp train`` runs as it is; of a bare size it names a Llama of it.
+        """Return a training file for ``lightning-mp train``. For a bare size its model is a Llama of that size.
 
         Raises:
-            PlanError: nothing fits, or it is of a module.
+            PlanError: nothing fits, or the advice is for a module without a transformers ``model_type``.
         """
         import yaml
 
@@ -104,7 +105,7 @@ class Advice:
         return f"{head}\n# {choice.reason}.\n" + yaml.safe_dump(config, sort_keys=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "shape": asdict(self.shape),
             "gpu": self.gpu.word,
@@ -132,21 +133,21 @@ def advise(  # noqa: PLR0913  what there is to say of a run, by name
     precision: str = "auto",
     offload: bool = False,
 ) -> Advice:
-    """What to run on ``gpus`` GPUs: by the precision rules of ``policy.hardware``, then the fastest layout that fits.
+    """Return layouts for ``gpus`` GPUs: the precision by the rules of ``policy.hardware``, then the fastest that fits.
 
     Args:
         shape_or_module: a :class:`ModelShape`, or a transformers config as a mapping, or a module that has one.
         gpu: a word of ``lightning_mp.policy.hardware``.
-        gpus: how many.
+        gpus: the number of GPUs.
         nvlink: ``"full"`` between all GPUs of a node, ``"pairs"``, or ``"none"``.
-        interconnect_gbps: Gbit/s of a node to the others; by default what such nodes are sold with.
-        gpus_per_node: tensor parallelism stays within.
+        interconnect_gbps: Gbit/s of a node to the others; by default the usual value for such nodes.
+        gpus_per_node: the number of GPUs of a node, the largest degree of tensor parallelism.
         seq_len: tokens of a sequence; by default the shape's.
-        global_batch: sequences an optimizer step, over all GPUs; by default what the layout makes.
+        global_batch: sequences an optimizer step, over all GPUs; by default the result of the layout.
         micro_batch: sequences a micro-batch for each data-parallel rank; by default the largest power of two that fits.
-        tokens: how many to train on; by default 20 a parameter.
-        precision: a mode; ``auto`` follows the rules. fp8 is used only where it is asked for.
-        offload: consider optimizer state and weights on the CPU.
+        tokens: the tokens to train on; by default 20 a parameter.
+        precision: a mode. ``auto`` follows the rules and never chooses FP8.
+        offload: also consider optimizer state and weights on the CPU.
 
     Raises:
         PlanError: an unknown GPU or word, a batch that no layout divides; all at once.
@@ -192,7 +193,7 @@ def _shape_of(given: Any, seq_len: int | None) -> tuple[ModelShape, Any]:
 
 
 def _layouts(shape: ModelShape, base: Layout, global_batch: int | None, offload: bool) -> Iterator[Layout]:
-    """Every way to spend the GPUs; the micro-batch and checkpointing are not chosen yet."""
+    """Yield every split of the GPUs, without micro-batch and checkpointing."""
     degrees = [d for d in (*_DEGREES, base.gpus) if base.gpus % d == 0]
     for tensor, pipeline in itertools.product(dict.fromkeys(degrees), repeat=2):
         if tensor > base.gpus_per_node or shape.heads % tensor or shape.kv_heads % tensor or pipeline > shape.layers:
@@ -223,7 +224,10 @@ def _strategies(base: Layout, data: int, tensor: int, pipeline: int, offload: bo
 
 
 def _best_of(shape: ModelShape, layout: Layout, global_batch: int | None, micro_batch: int | None) -> Estimate | None:
-    """The fastest that fits, over checkpointing and micro-batch, or the smallest; ``None``: none divides the batch."""
+    """Return the fastest estimate that fits, over checkpointing and micro-batches.
+
+    The smallest one if none fits; ``None`` if no micro-batch divides the global batch.
+    """
     found: list[Estimate] = []
     sizes = [micro_batch] if micro_batch else [size for size in _DEGREES if size <= _LARGEST_MICRO_BATCH]
     for size, kind in itertools.product(sizes, CHECKPOINTING):
@@ -235,7 +239,7 @@ def _best_of(shape: ModelShape, layout: Layout, global_batch: int | None, micro_
 
 
 def _rank(each: Estimate) -> tuple[float, ...]:
-    """Speed in steps of the margin, then the plainer way, then the larger micro-batch."""
+    """Return the sort key: speed in steps of the margin, then fewer parts, then the larger micro-batch."""
     layout = each.layout
     steps = round(math.log(each.tokens_per_s.mid, _MARGIN))
     parts = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.strategy not in ("auto", "ddp"))
@@ -275,7 +279,7 @@ def _lost(kept: Iterable[Estimate], fitting: list[Estimate]) -> tuple[str, ...]:
 
 
 def _nearest(shape: ModelShape, base: Layout, offload: bool) -> int | None:
-    """How many GPUs are enough: the first of twice, four times, … as many."""
+    """Return a number of GPUs that is enough: the first of twice, four times, … as many; ``None`` if none is."""
     for gpus in (base.gpus * 2**power for power in range(1, 14)):
         layouts = _layouts(shape, replace(base, gpus=gpus), None, offload)
         if any(each is not None and each.fits for each in (_best_of(shape, layout, None, 1) for layout in layouts)):

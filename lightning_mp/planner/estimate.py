@@ -1,8 +1,8 @@
-"""``estimate``: how fast, how much memory, how long and how dear, for one layout.
+"""``estimate``: speed, memory, days and cost of one layout.
 
-How fast is a roofline of compute and traffic, times a utilisation that was fitted to published runs. Seconds a token on
-each GPU: the larger of compute and the traffic of data parallelism, which run at the same time, plus the traffic of
-tensor parallelism, which does not; over what the pipeline's bubble leaves.
+The speed is a roofline of compute and traffic, times a utilisation that was fitted to published runs. Compute and the
+traffic of data parallelism overlap, so the larger one counts. The traffic of tensor parallelism is added. The sum is
+divided by the share of time that the pipeline's bubble leaves.
 """
 
 import math
@@ -17,12 +17,12 @@ _GIB = 2**30
 _DAY = 86400.0
 #: High over low. Leaving each model out in turn, as much as this covers is in docs/reference/planner.md; tests hold it.
 SPREAD = 2.0
-#: of what no run was published for: another GPU, fp16 or fp32, offload
+#: the same for GPUs and modes without a published run, and for offload
 UNMEASURED_SPREAD = 2.5
 #: Time with recomputation over that without: a forward, of three, comes again; what selective checkpointing repeats is
 #: no product, a few per cent (Korthikanti et al. 2022, table 4).
 RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
-#: bytes/s at which a CPU's Adam passes over what it holds, one GPU's share of a node's memory bandwidth (an assumption)
+#: bytes/s of Adam on a CPU, for one GPU's share of a node's memory bandwidth (an assumption)
 _CPU_ADAM = 25e9
 _OFFLOADED_BYTES = 28  # weight, gradient and two moments read, all but the gradient written: 4 bytes each
 #: Coefficients of the log of utilisation by ``features``: least squares over 252 published bf16 and fp8 runs, with a
@@ -51,17 +51,16 @@ _FIGURES = ("memory_bytes", "reason", "mfu", "convention", "parts")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What is expected of a run, which has the fields of its layout as its own.
+    """The expected speed and memory of a run. The fields of its layout are attributes too.
 
-    ``tokens_per_s`` is for each GPU; ``parts`` are bytes on the fullest rank. ``mfu`` is of the middle of the range:
-    FLOPs by ``convention`` over the peak of the mode's dtype.
+    ``tokens_per_s`` is for each GPU. ``parts`` are bytes on the fullest rank. ``mfu`` is for the middle of the range.
     """
 
     shape: ModelShape
     layout: Layout
     tokens_per_s: Range
     parts: dict[str, float]
-    #: whether runs on this GPU in this mode were published
+    #: True if runs on this GPU in this mode were published
     measured: bool
     #: why ``advise`` chose it
     reason: str = ""
@@ -73,42 +72,42 @@ class Estimate:
         return getattr(self.layout, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         plain = {name: getattr(self, name) for name in (*_OF_A_LAYOUT, *_FIGURES)}
         return {**plain, "tokens_per_s": self.tokens_per_s._asdict()}
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes on the fullest rank."""
+        """Return the bytes on the fullest rank."""
         return round(sum(self.parts.values()))
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes it lacks to fit, a margin for what a formula does not know included; 0 where it fits."""
+        """Return the bytes that are missing on each GPU, a margin for errors of the formula included; 0 if it fits."""
         usable = 1 - TENSOR_HEADROOM if self.layout.tensor > 1 else USABLE
         return max(0, self.memory_bytes - round(self.layout.gpu.memory * usable))
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU's memory holds it."""
+        """True if it fits the GPU's memory."""
         return self.missing_bytes == 0
 
     @property
     def mfu(self) -> float:
-        """FLOPs a second by ``convention`` over the peak, 0 to 1."""
+        """Return FLOPs a second by ``convention`` over the peak of the mode's dtype, from 0 to 1."""
         peak = self.layout.gpu.peak(self.layout.precision)
         assert peak is not None
         return flops_per_token(self.shape, self.convention) * self.tokens_per_s.mid / peak
 
     def days(self, tokens: float | None = None) -> tuple[float, float, float]:
-        """Days for so many tokens, or for Chinchilla's budget: at the high, the middle and the low end of the range."""
+        """Return days for that number of tokens, or Chinchilla's: at the high, middle and low speed of the range."""
         low, mid, high = (
             (tokens or self.shape.tokens) / (each * self.layout.gpus) / _DAY for each in self.tokens_per_s
         )
         return high, mid, low
 
     def cost(self, price: float, tokens: float | None = None) -> tuple[float, float, float]:
-        """The same in money, at ``price`` an hour of one GPU.
+        """Return the cost of :meth:`days`, at ``price`` an hour of one GPU.
 
         Raises:
             PlanError: a price that is no finite number of at least 0.
@@ -144,11 +143,11 @@ def estimate(  # noqa: PLR0913  what there is to say of a layout, by name
     interconnect_gbps: float | None = None,
     gpus_per_node: int = 8,
 ) -> Estimate:
-    """Speed and memory of ``shape`` on ``gpus`` GPUs.
+    """Return the speed and memory of ``shape`` on ``gpus`` GPUs.
 
-    ``micro_batch`` is in sequences for each data-parallel rank, ``accumulate`` in micro-batches an optimizer step (by
-    default one; with a pipeline four a stage); ``interconnect_gbps`` in Gbit/s of a whole node. ``data`` is by default
-    what the other degrees leave.
+    ``micro_batch`` counts sequences for each data-parallel rank. ``accumulate`` counts micro-batches an optimizer step;
+    by default one, with a pipeline four a stage. ``interconnect_gbps`` is in Gbit/s of a whole node. ``data`` is by
+    default the number of GPUs divided by the other degrees.
 
     Raises:
         PlanError: an unknown word, degrees that do not fill the GPUs, a mode that the GPU cannot do; all at once.

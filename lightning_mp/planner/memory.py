@@ -1,7 +1,7 @@
-"""Bytes on one GPU by formula: by mode and strategy a parameter, by checkpointing a token.
+"""Bytes on one GPU by formula: bytes a parameter by mode and strategy, bytes a token by checkpointing.
 
-Sources: Rajbhandari et al. 2020 (ZeRO) for what is held and sharded; Korthikanti et al. 2022 for activations, without
-the scores that fused attention never stores; this package's modes (docs/reference/plan.md#modes) for the dtypes.
+Sources: Rajbhandari et al. 2020 (ZeRO) for weights, gradients and optimizer state. Korthikanti et al. 2022 for
+activations, without the scores that fused attention never stores. docs/reference/plan.md#modes for the dtypes.
 """
 
 from dataclasses import dataclass, replace
@@ -10,30 +10,31 @@ from typing import Any
 from lightning_mp.errors import in_bytes
 from lightning_mp.planner.shape import PRECISIONS, Layout, ModelShape
 
-#: What may be used of a device; what is kept free with tensor parallelism, where the formula came out a third too low.
+#: The usable share of a device's memory, and the share kept free under tensor parallelism, for which the formula was a
+#: third too low.
 USABLE, TENSOR_HEADROOM = 0.95, 0.25
 #: By mode: bytes a parameter of the weights, of their gradients, and of AdamW's two moments.
 HELD = {mode: (2, 2, 4) if mode in ("bf16-true", "16-true") else (4, 4, 8) for mode in PRECISIONS}
-#: the modes in which autocast computes the products; those of ``fp8-mixed`` are of FP8 layers
+#: the modes in which autocast computes all products; ``fp8-mixed`` has FP8 layers
 _HALVED = ("bf16-mixed", "16-mixed")
 #: A logit: the half one, its fp32 copy, the fp32 gradient, and that in half again; in fp32 the softmax instead.
 _LOGIT = 12
 #: the share of a block's activations that mode="selective" keeps: outputs of matrix products and of attention
 _SELECTIVE = 0.5
-#: shard units that are whole at once: the one that runs and the next
+#: the number of shard units that are gathered at once: the running one and the next
 _GATHERED_UNITS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Which of weights, gradients and optimizer state a strategy splits between its data-parallel ranks."""
+    """True for each of weights, gradients and optimizer state that a strategy shards over data-parallel ranks."""
 
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
-    #: a rank has its part of the weights once more, next to the optimizer's state
+    #: a rank holds its shard of the weights a second time, beside the optimizer's state
     copies: bool = False
-    #: weights of products are half precision where autocast computes them
+    #: weights of matrix products are stored in half precision in the modes of ``_HALVED``
     halves: bool = False
     #: held on the CPU
     offload: bool = False
@@ -42,7 +43,7 @@ class Sharded:
 
 _ALL = Sharded(weights=True, gradients=True, optimizer=True)
 _OFFLOADED = replace(_ALL, offload=True)
-# DeepSpeed reduces gradients in buckets under stage 1 too, and keeps a rank's own (measured)
+# DeepSpeed shards gradients under stage 1 too: it reduces them in buckets and keeps the rank's shard (measured).
 _ZERO = Sharded(gradients=True, optimizer=True, copies=True)
 STRATEGIES = {
     "auto": Sharded(),
@@ -63,17 +64,17 @@ STRATEGIES = {
 }
 
 
-#: what a peak is made of
+#: the parts of a peak
 PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer_state", "activations", "buffers", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPrediction:
-    """The most memory that one rank is given at once, in bytes, and what is alive at that moment.
+    """The peak memory of one rank, in bytes, and its parts at that moment.
 
-    ``parts`` has a number for each of ``PARTS``, which add up to ``peak_bytes``: gathered weights, half copies of
-    weights, buckets and what the backward pass works with are "other". ``held`` is what stays from step to step.
-    ``method`` is ``"traced"`` or ``"formula"``; ``notes`` say why it is not the first.
+    ``parts`` has a number for each of ``PARTS``; they add up to ``peak_bytes``. Gathered weights, half copies of
+    weights, buckets and temporaries of the backward pass are "other". ``held`` has the bytes that stay between steps.
+    ``method`` is ``"traced"`` or ``"formula"``; ``notes`` give the reason for a formula.
     """
 
     peak_bytes: int
@@ -83,7 +84,7 @@ class MemoryPrediction:
     notes: tuple[str, ...] = ()
 
     def to_markdown(self) -> str:
-        """A table: a line a part, and the peak."""
+        """Return a markdown table with a line for each part, and the peak."""
         lines = ["| part | size | share |", "| --- | --- | --- |"]
         for name, size in (*self.parts.items(), ("peak", self.peak_bytes)):
             lines.append(f"| {name} | {in_bytes(size)} | {size / max(self.peak_bytes, 1):.1%} |")
@@ -92,21 +93,21 @@ class MemoryPrediction:
 
 
 def name_of(strategy: Any) -> str:
-    """The name that ``make_strategy`` knows a strategy, or a name, by; of Lightning's own that of its class."""
+    """Return the name of a strategy for ``make_strategy``; for a class of Lightning its class name."""
     kind = type(strategy).__name__.removeprefix("Plan").removesuffix("Strategy")
     name: str = strategy if isinstance(strategy, str) else getattr(strategy, "made_as", "") or kind
     return name.lower().removeprefix("mp_")
 
 
 def compute_bytes(precision: str) -> int:
-    """Bytes of a number that products are computed in; fp8 ones come from and go to bf16."""
+    """Return the bytes of an operand of a product; FP8 operands are cast from bf16."""
     return 4 if precision == "32-true" else 2
 
 
 def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float]:
-    """Bytes a parameter on each of ``ranks`` data-parallel ranks: weights, gradients, AdamW's state.
+    """Return bytes a parameter on each of ``ranks`` data-parallel ranks: weights, gradients, AdamW's state.
 
-    A mode or strategy that is not known counts as fp32, as one device.
+    An unknown mode counts as fp32, an unknown strategy as one device. Offloaded bytes count as 0.
     """
     sharded = STRATEGIES.get(strategy, STRATEGIES["auto"])
     if sharded.offload:
@@ -120,7 +121,7 @@ def held(precision: str, strategy: str, ranks: int) -> tuple[float, float, float
 
 
 def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
-    """Bytes on the fullest rank by part: ``parameters gradients optimizer_state activations other``, which add up."""
+    """Return the bytes on the fullest rank: ``parameters gradients optimizer_state activations other``."""
     sharded = STRATEGIES[layout.strategy]
     split = layout.tensor * layout.pipeline
     own = shape.params / split
@@ -132,7 +133,8 @@ def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
     if sharded.halves and layout.precision in _HALVED:  # all but the embedding
         weights += (HELD[layout.precision][0] - half) * shape.vocab * shape.hidden / split
     tokens = layout.micro_batch * shape.seq_len / (layout.context * layout.tensor)
-    # what a block keeps of a token for its backward pass, attention fused; a gate makes an MLP of three matrices
+    # The numbers that a block keeps for the backward pass of a token, with fused attention. A gated MLP has three
+    # matrices.
     kept = 6 * shape.hidden + 2 * shape.hidden * shape.kv_heads / shape.heads
     block = half * (kept + (4 if shape.gated else 2) * shape.intermediate)
     # The first stage of 1F1B holds as many micro-batches as there are stages, of a stage's layers each.
@@ -156,7 +158,7 @@ def memory(shape: ModelShape, layout: Layout) -> dict[str, float]:
 
 
 def _transient(shape: ModelShape, layout: Layout, sharded: Sharded, own: float) -> float:
-    """Weights that were gathered, their gradients before they are reduced, DDP's buckets, autocast's half copies."""
+    """Return bytes of gathered weights, unreduced gradients, DDP's buckets and autocast's half copies."""
     half = compute_bytes(layout.precision)
     if not sharded.weights:
         halved = sharded.halves and layout.precision in _HALVED

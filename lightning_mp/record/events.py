@@ -16,6 +16,7 @@ Kind = Literal[
     "loss_plateau",
     "loss_divergence",
     "scale_collapse",
+    "scale_jump",
     "skip_streak",
     "throughput_drop",
     "memory_growth",

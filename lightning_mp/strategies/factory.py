@@ -1,4 +1,4 @@
-"""The factory: a strategy by name, and everything that a plan needs as Trainer arguments."""
+"""The factory: a strategy by name, and the Trainer arguments of a plan."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from lightning_mp.strategies.base import PlanStrategy
 
 
 def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Strategy:
-    """The strategy of that name for ``plan``, which runs under it: ``Trainer(strategy=make_strategy("fsdp2", plan))``.
+    """Return a strategy that runs ``plan``: ``Trainer(strategy=make_strategy("fsdp2", plan))``.
 
-    The plan may be given to the Trainer too; another one, another plugin or ``precision=`` is refused by the Trainer.
+    The plan may be given to the Trainer too. The Trainer refuses another plan, another plugin, or ``precision=``.
 
     Args:
         name: ``auto``, ``ddp``, ``fsdp2`` (or ``fsdp``), ``hsdp``, ``fsdp1``, ``pipeline``, ``deepspeed_zero1`` to
             ``3`` and their ``_offload`` forms, with or without ``mp_`` in front.
-        plan: what the strategy will carry out; contradictions with ``overrides`` are found at once.
+        plan: the plan of the run. Contradictions with ``overrides`` are found here.
         overrides: keywords of the strategy and of its host (Lightning's class, DDP, FSDP).
 
     Raises:
@@ -34,17 +34,17 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
 
 
 def register_plan(name: str, plan: MixedPrecisionPlan | Mapping[str, Any] | str | PathLike[str]) -> None:
-    """Make ``strategy="mp_<strategy>@<name>"`` known to Lightning for every strategy: a plan for who takes words alone.
+    """Register ``strategy="mp_<strategy>@<name>"`` with Lightning for every strategy, for packages that take strings.
 
-    Every Trainer gets its own copy of the plan, which is the run's beside any ``precision=``. The same name again
-    replaces. Capitals make no difference, as Lightning reads strategies' names.
+    Every Trainer gets its own copy of the plan, which wins over ``precision=``. A second call with the same name
+    replaces the plan. Capitals make no difference, as in all of Lightning's strategy names.
 
     Args:
         name: letters, digits, ``_`` and ``-``.
         plan: a plan, a mapping of its arguments, or the path of a YAML file.
 
     Raises:
-        PlanError: another name, or a plan that cannot be built.
+        PlanError: a name with other characters, or a plan that cannot be built.
     """
     with Faults("register_plan") as faults:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -67,13 +67,13 @@ def trainer_kwargs(
     callbacks: Any = None,
     **trainer_args: Any,
 ) -> dict[str, Any]:
-    """Everything a plan needs as arguments for ``Trainer(**trainer_kwargs(plan, strategy="fsdp2", devices=8))``.
+    """Return the Trainer arguments of a plan: ``Trainer(**trainer_kwargs(plan, strategy="fsdp2", devices=8))``.
 
-    ``strategy`` is a name for :func:`make_strategy`, or what it returned; the rest goes to the Trainer as it is, which
-    refuses a second precision.
+    ``strategy`` is a name for :func:`make_strategy`, or its result. Other arguments are passed on. The Trainer refuses
+    a second precision.
 
     Raises:
-        PlanError: an unknown strategy, no plan.
+        PlanError: an unknown strategy, or ``plan`` is no MixedPrecisionPlan.
     """
     _check_plan(plan, "trainer_kwargs")
     plugins = trainer_args.pop("plugins", None) or []

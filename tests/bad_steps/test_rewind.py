@@ -1,6 +1,8 @@
 """Back to the last good checkpoint, on behind the bad batch: of a guard on stock plugins, and of a plan."""
 
 import json
+import os
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError
 from lightning_mp.callbacks import NonFiniteGuard
@@ -17,6 +20,7 @@ from support.models import same_weights
 from support.nonfinite import STOCK, Breaks
 from support.oracles import stock_for
 from support.running import fit
+from support.saving import ResumableBatches, SaveAt
 from support.traces import Trace
 
 BAD = 5
@@ -38,7 +42,7 @@ class Spoilt(Breaks):
             state["exp_avg"].add_(1)
 
 
-def _every(folder: Path, steps: int, **options: Any) -> ModelCheckpoint:
+def _every(folder: Path | str, steps: int, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, every_n_train_steps=steps, **options)
 
 
@@ -56,11 +60,21 @@ class Rewinds:
         scaling = {"loss_scaling": LossScaling(init_scale=1)} if mode.startswith("16") else {}
         return {"callbacks": [], "plugins": [MixedPrecisionPlan(mode, nonfinite=rule, **scaling)]}
 
-    def fit(self, module: Any, *callbacks: Callback, mode: str = "32-true", **budget: int) -> Trainer:
-        arguments = self.arguments(mode, **budget)
-        beside = [*arguments.pop("callbacks"), *callbacks]
+    def fit(
+        self,
+        module: Any,
+        *callbacks: Callback,
+        mode: str = "32-true",
+        max_consecutive: int | None = None,
+        beside: Any = (),
+        **options: Any,
+    ) -> Trainer:
+        arguments = self.arguments(mode, max_consecutive)
+        arguments["plugins"] = [*arguments.get("plugins", ()), *beside]
+        callbacks = (*arguments.pop("callbacks"), *callbacks)
         saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-        return fit(module, callbacks=beside, enable_checkpointing=saves, **arguments)
+        arguments["callbacks"] = list(callbacks)
+        return fit(module, enable_checkpointing=saves, **arguments, **options)
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -143,3 +157,72 @@ def test_the_plan_rewinds_once_its_budget_is_spent(tmp_path: Path) -> None:
     assert same_weights(trace.weights[7], trace.weights[3])
     assert not same_weights(trace.weights[6], trace.weights[3])
     assert (plan.skipped_steps, plan.applied_steps, plan.loss_scaler.streak) == (3, 5, 0)
+
+
+class Touches:
+    """A pickle of it makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_it_loads_no_file_that_only_a_checkpoint_names(rewinds: Rewinds, tmp_path: Path) -> None:
+    """``best_model_path`` of a resumed checkpoint may be any file of the machine."""
+    first = _every(tmp_path / "first", 2)
+    rewinds.fit(Breaks("loss", ()), first, SaveAt(tmp_path, 4), data=ResumableBatches())
+    content = torch.load(tmp_path / "4.ckpt", weights_only=False)
+    marker, foreign = tmp_path / "code ran", tmp_path / "foreign.ckpt"
+    torch.save({**content, "code": Touches(marker)}, foreign)
+    for name, state in content["callbacks"].items():
+        if name.startswith("ModelCheckpoint"):
+            state.update(best_model_path=str(foreign), last_model_path=str(foreign))
+            state["best_k_models"] = {str(foreign): torch.tensor(0.0)}
+    torch.save(content, tmp_path / "named.ckpt")
+    os.utime(foreign, (2e9, 2e9))  # the newest of all
+    module, trace = Spoilt("loss", (BAD,)), Trace()
+    resumed = {"ckpt_path": tmp_path / "named.ckpt", "data": ResumableBatches()}
+    rewinds.fit(module, trace, _every(tmp_path / "first", 2), **resumed)
+    assert not marker.exists()
+    assert [(event["step"], event["action"]) for event in rewinds.events] == [(BAD, "rewind")]
+    assert same_weights(trace.weights[BAD - 4], content["state_dict"])
+
+
+def test_it_goes_back_to_what_any_callback_of_the_fit_saved(rewinds: Rewinds, tmp_path: Path) -> None:
+    trace = Trace()
+    saves = SaveAt(tmp_path, 3), _every(tmp_path / "first", 100)
+    rewinds.fit(Spoilt("loss", (BAD,)), trace, *saves)
+    assert same_weights(trace.weights[BAD], trace.weights[2])
+
+
+def test_a_file_of_weights_alone_is_no_checkpoint_to_go_back_to(rewinds: Rewinds, tmp_path: Path) -> None:
+    trace = Trace()
+    saves = _every(tmp_path / "all", 2), _every(tmp_path / "weights", 1, save_weights_only=True)
+    rewinds.fit(Spoilt("loss", (BAD,)), trace, *saves)
+    assert same_weights(trace.weights[BAD], trace.weights[3])
+
+
+def test_it_finds_checkpoints_behind_any_protocol(rewinds: Rewinds, tmp_path: Path) -> None:
+    trace = Trace()
+    rewinds.fit(Spoilt("loss", (BAD,)), trace, _every(f"memory://{tmp_path.name}", 2))
+    assert same_weights(trace.weights[BAD], trace.weights[3])
+    assert [event["action"] for event in rewinds.events] == ["rewind"]
+
+
+class Slow(TorchCheckpointIO):
+    """Takes longer for a checkpoint than the step after it takes."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        time.sleep(0.2)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+@pytest.mark.parametrize("kept", [1, -1])
+def test_it_waits_for_a_checkpoint_that_is_being_written(rewinds: Rewinds, kept: int, tmp_path: Path) -> None:
+    trace = Trace()
+    saves = _every(tmp_path / "saved", 1, save_top_k=kept)
+    rewinds.fit(Spoilt("loss", (BAD,)), trace, saves, beside=[AsyncCheckpointIO(Slow())])
+    assert same_weights(trace.weights[BAD], trace.weights[BAD - 1])
+    assert torch.load(saves.best_model_path, weights_only=True)["global_step"] == 8

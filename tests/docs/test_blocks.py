@@ -68,15 +68,17 @@ def test_the_long_commands_of_a_page_run_too(page: str) -> None:
 def test_pages_are_short_and_so_are_their_lines() -> None:
     lines = {page: text(page).splitlines() for page in pages()}
     assert {page: len(of) for page, of in lines.items() if len(of) > 200} == {}
-    # the table of the examples has their commands; an address cannot be broken
+    # two tables have commands and names of tests; an address cannot be broken
     wide = [
         f"{page}:{number}"
         for page, of in lines.items()
         for number, line in enumerate(of, 1)
-        if len(line) > 120 and "https://" not in line and page != "examples/README.md"
+        if len(line) > 120
+        and "https://" not in line
+        and page not in ("examples/README.md", "docs/explanation/sources.md")
     ]
     assert wide == []
-    assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 3600
+    assert sum(len(of) for page, of in lines.items() if page.startswith("docs/")) <= 3800
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith(("docs/reference", "CONTRIBUTING"))])

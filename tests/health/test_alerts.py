@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_mp import PlanError
-from lightning_mp.health.alerts import AT_FLOOR, RULE_KINDS, SKIPPED, Alerts, AlertSettings, Reading
+from lightning_mp.health.alerts import AT_FLOOR, FP8_SCALES, RULE_KINDS, SKIPPED, Alerts, AlertSettings, Reading
 from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event, Kind
 
@@ -22,6 +22,7 @@ NAMES = {
     "memory_gib": metric_names.MEMORY_ALLOCATED,
     "skipped": SKIPPED,
     "scale_at_floor": AT_FLOOR,
+    "fp8_scales": FP8_SCALES,
 }
 
 
@@ -44,7 +45,8 @@ def said(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[Event
 
 
 def steps(kind: Kind, readings: Iterable[Reading], **settings: Any) -> list[int]:
-    return [event.step for event in said(kind, readings, **settings)]
+    """The steps of the alerts."""
+    return [event.step for event in said(kind, readings, **settings) if event.is_alert]
 
 
 def noise(count: int, level: float = 1.0, spread: float = 0.2, seed: int = 0) -> list[float]:
@@ -174,10 +176,110 @@ def dead(count: int, first: int = 0, level: float = 2.0, **columns: Any) -> list
     ids=["still", "rate 0", "hardly moving", "no gradients"],
 )
 def test_weights_that_stopped_are_found_a_window_later(columns: dict[str, Any], cause: str) -> None:
-    (event,) = said("loss_plateau", learning(600) + dead(WINDOW + 3, 600, **columns))
+    events = said("loss_plateau", learning(600) + dead(WINDOW + 3, 600, **columns))
+    (event,) = (event for event in events if event.is_alert)
     assert event.severity == "warning"
     assert cause in event.cause
     assert 600 <= event.step < 600 + WINDOW + 3
+
+
+def test_a_flat_loss_without_falling_gradients_is_told_once_as_information() -> None:
+    (event,) = said("loss_plateau", learning(3000))
+    assert event.severity == "info"
+    assert "learning is saturated" in event.cause
+    assert 350 < event.step < 600, "a loss that has come down to its noise, and a window behind that"
+    assert event.evidence["update_ratio"] > 1e-4
+    assert said("loss_plateau", learning(3000, COSINE[:3000]))[0].severity == "info"
+
+
+def test_weights_that_stop_after_saturated_learning_are_a_warning() -> None:
+    severities = [event.severity for event in said("loss_plateau", learning(1000) + dead(WINDOW + 3, 1000))]
+    assert severities == ["info", "warning"]
+
+
+def moving(losses: Sequence[float], norms: Sequence[float], rates: Sequence[float] | None = None) -> list[Reading]:
+    """Readings of weights that move all the time."""
+    count = len(losses)
+    return rows(loss=losses, grad_norm=norms, update_ratio=[1e-3] * count, lr=rates or [1e-3] * count)
+
+
+FLAT = noise(600, level=2.0, spread=0.05)
+#: what is no saturated learning: losses, gradient norms, rates
+LEARNS: dict[str, list[Reading]] = {
+    "gradients become smaller": moving(FLAT, [0.995**step for step in range(600)]),
+    "the loss falls": moving([loss - 0.002 * step for step, loss in enumerate(FLAT)], noise(600, seed=1)),
+    "the loss rises": moving([loss + 0.002 * step for step, loss in enumerate(FLAT)], noise(600, seed=1)),
+    "warm-up": moving(FLAT, noise(600, seed=1), [1e-6 * (step + 1) for step in range(600)]),
+    "fewer readings than the window": moving(FLAT[: WINDOW - 1], noise(WINDOW - 1, seed=1)),
+    "a loss of zero": moving([0.0] * 600, noise(600, seed=1)),
+}
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_nothing_is_said_while_something_is_learned(name: str) -> None:
+    assert said("loss_plateau", LEARNS[name]) == []
+
+
+def scaled_by(role: str, scales: Sequence[float], others: float = 64.0) -> list[Reading]:
+    """Readings of the scales of a layer ``up`` of which one role changes, and of a layer ``down`` that does not."""
+    steady = {(layer, each): others for layer in ("up", "down") for each in ("input", "weight", "gradient")}
+    return rows(fp8_scales=[{**steady, ("up", role): scale} for scale in scales])
+
+
+HEALTHY_SCALES = noise(60, level=100.0, spread=0.1)
+#: scales after the healthy ones, what changes, and by how much; ``None`` where nothing is told
+JUMPS: dict[str, tuple[list[float], str | None]] = {
+    "a drop of nine times": ([100.0 / 9] * 3, "drop"),
+    "a rise of nine times": ([900.0] * 3, "rise"),
+    "a drop of six times": ([100.0 / 6] * 3, None),
+    "a rise of six times": ([600.0] * 3, None),
+}
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "gradient"])
+@pytest.mark.parametrize("name", JUMPS)
+def test_a_scale_eight_times_off_its_median_is_told_with_layer_role_and_factor(name: str, role: str) -> None:
+    scales, change = JUMPS[name]
+    events = said("scale_jump", scaled_by(role, [*HEALTHY_SCALES, *scales]))
+    assert len(events) == (change is not None)
+    step = 60 if role != "gradient" else 60 + AlertSettings().scale_patience - 1
+    for event in events:
+        assert (event.step, event.module, event.severity) == (step, "up", "warning")
+        assert (event.evidence["role"], event.evidence["change"]) == (role, change)
+        assert event.evidence["factor"] == pytest.approx(9, rel=0.15)
+        assert event.evidence["scales_that_jumped"] == 1
+        assert "FP8(skip=('up',))" in event.advice
+
+
+def test_one_batch_with_other_gradients_is_no_jump() -> None:
+    scales = [*HEALTHY_SCALES, 100.0 / 40, 100.0 / 40, *HEALTHY_SCALES, 4000.0, *HEALTHY_SCALES]
+    assert said("scale_jump", scaled_by("gradient", scales)) == []
+    assert len(said("scale_jump", scaled_by("input", scales))) == 2
+
+
+def test_a_jump_names_the_layer_where_it_began_and_each_new_one_is_told() -> None:
+    healthy = {("up", "input"): 64.0, ("down", "input"): 64.0, ("down", "weight"): 64.0}
+    bad_batch = {**healthy, ("up", "input"): 4.0, ("down", "input"): 2.0}
+    later = {**healthy, ("down", "weight"): 1.0}
+    readings = [healthy] * 20 + [bad_batch, bad_batch, healthy, later, later]
+    events = said("scale_jump", rows(fp8_scales=readings))
+    assert [(event.step, event.module, event.evidence["role"]) for event in events] == [
+        (20, "up", "input"),
+        (23, "down", "weight"),
+    ]
+    assert events[0].evidence["scales_that_jumped"] == 2
+    gradients = {(layer, "gradient"): 64.0 for layer in ("up", "down")}
+    large = {(layer, "gradient"): 2.0 for layer in ("up", "down")}
+    (event,) = said("scale_jump", rows(fp8_scales=[gradients] * 30 + [large] * 3))
+    assert event.module == "down", "where the backward pass begins"
+
+
+def test_a_scale_is_judged_once_a_window_was_seen() -> None:
+    window = AlertSettings().scale_window
+    assert said("scale_jump", scaled_by("input", [100.0] * (window - 1) + [1.0])) == []
+    assert len(said("scale_jump", scaled_by("input", [100.0] * window + [1.0]))) == 1
+    assert len(said("scale_jump", scaled_by("input", [100.0] * window + [50.0]), scale_ratio=1.5)) == 1
+    assert said("scale_jump", rows(fp8_scales=[None] * 50)) == []
 
 
 def timed(seconds: list[float]) -> list[Reading]:
@@ -317,6 +419,7 @@ def troubled() -> list[Reading]:
                 lr=1e-3,
                 samples_per_s=10.0 if late else 100.0,
                 memory_gib=4.0 + 0.001 * step,
+                fp8_scales={("up", "input"): 1.0 if step == 500 else 64.0},
             )
         )
     return readings
@@ -325,7 +428,9 @@ def troubled() -> list[Reading]:
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_healthy_run_is_no_alert(name: str) -> None:
     alerts = Alerts()
-    assert [event for reading in recorded(name) for event in alerts.judge(reading)] == []
+    events = [event for reading in recorded(name) for event in alerts.judge(reading)]
+    assert [event for event in events if event.is_alert] == []
+    assert {event.kind for event in events} <= {"loss_plateau"}
 
 
 def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
@@ -338,4 +443,5 @@ def test_every_rule_speaks_once_and_says_what_why_and_what_to_do() -> None:
         assert event.advice
         assert event.evidence
         assert event.value is not None
-        assert (event.rank, event.module, event.action) == (None, None, "log")
+        module = "up" if event.kind == "scale_jump" else None
+        assert (event.rank, event.module, event.action) == (None, module, "log")

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import lightning_mp
 from lightning_mp import MixedPrecisionPlan
+from lightning_mp.plan.side_run import output_in
 from support.comparing import same
 from support.models import HIDDEN, Regression, batches
 from support.norms import Normed, run
@@ -106,6 +107,62 @@ def test_self_dtype_of_an_inner_lightning_module_is_that_of_its_pin() -> None:
     module.teacher, module.student = Casting(), Casting()
     plan_for("bf16-true", pins={"teacher": "fp32"}).apply(module)
     assert (module.dtype, module.student.dtype, module.teacher.dtype) == (BF16, BF16, FP32)
+
+
+class Masked(Regression):
+    """An encoder over padded rows, evaluated as it is trained: nothing is dropped."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder, self.fails, self.met = nn.TransformerEncoder(layer, 1), fails, list[Any]()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        rows = self.net[0](x).view(len(x), 2, 16)
+        mask = torch.tensor([[False, index % 2 == 0] for index in range(len(x))])
+        rows = self.encoder(rows, src_key_padding_mask=mask)
+        self.met.append((rows.detach().clone(), torch.backends.mha.get_fastpath_enabled()))
+        return (self.net[1:](rows.flatten(1)).float() - y).pow(2).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.fails:
+            raise KeyError("planned")
+        self.loss(batch)
+        evaluated = self.met[-1]
+        with torch.enable_grad():
+            self.train().loss(batch)
+        self.eval()
+        assert torch.equal(evaluated[0], self.met[-1][0])
+
+    test_step = validation_step
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
+def test_a_masked_encoder_is_evaluated_as_it_is_trained(mode: str, fails: bool) -> None:
+    """torch's fast path ignores autocast on a CPU, and ends in an error of dtypes where rows are masked."""
+    module = Masked(fails)
+    runner = trainer(plugins=[plan_for(mode)], limit_val_batches=2)
+    if fails:
+        with pytest.raises(KeyError, match="planned"):
+            runner.fit(module, batches(), batches())
+    else:
+        runner.fit(module, batches(), batches())
+        runner.test(module, batches(), verbose=False)
+        assert not any(fast for _, fast in module.met)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_masked_encoder_runs_under_autocast_outside_of_a_run_too() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1).eval()
+    rows, mask = torch.randn(2, 3, 16), torch.tensor([[False, False, True]] * 2)
+    with torch.no_grad():
+        batch = {"src": rows, "src_key_padding_mask": mask}
+        output = output_in(encoder, batch, torch.device("cpu"), autocast="bf16", storage=None)
+    assert output.shape == rows.shape
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 class Buffered(Regression):

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, NonFinite, NonFiniteError, PlanError, PrecisionPolicy
 from lightning_mp.callbacks import NonFiniteGuard
-from support.models import Regression, batches, same_weights, weights
+from support.models import FEATURES, Regression, batches, same_weights, weights
 from support.oracles import MODES, SCALED, plan_for, stock_for
-from support.running import fit
+from support.running import fit, trainer
 from support.saving import ResumableBatches, SaveAt
 from support.traces import Trace
 
@@ -162,3 +163,57 @@ def test_a_fit_with_nothing_left_to_do_succeeds(watch: str, own_folder: Path) ->
     fit(Sick(True), ckpt_path="done.ckpt", **WATCHED[watch]("bf16-mixed"))
     counter: Any = runner.callbacks[0] if watch == "guard" else runner.precision_plugin
     assert (counter.applied_steps, counter.skipped_steps) == (8, 0)
+
+
+class Wide(Regression):
+    """Its first weight is large enough for torchao's optimizers, which leave small ones alone."""
+
+    def __init__(self, make: Any, quantized: bool = False) -> None:
+        super().__init__(make)
+        generator = torch.Generator().manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, 1))
+        self.frozen = nn.Linear(64, 64)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+        if quantized:
+            quantization = pytest.importorskip("torchao.quantization")
+            quantization.quantize_(self.frozen, quantization.Int8WeightOnlyConfig())
+        self.frozen.requires_grad_(False)
+
+
+LOW_BIT = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+#: the optimizer, and whether weights are quantized
+RESUMED = [*((name, False) for name in LOW_BIT), ("AdamW", True)]
+
+
+def _low_bit(name: str) -> Callable[..., Any]:
+    if name == "AdamW":
+        return adamw
+    return partial(getattr(pytest.importorskip("torchao.optim"), name), lr=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*_stable_hash_for_caching")
+@pytest.mark.parametrize("trusted", [None, False])
+@pytest.mark.parametrize(("name", "quantized"), RESUMED)
+def test_torchaos_tensors_resume_exactly_on_one_device(
+    name: str, quantized: bool, trusted: bool | None, tmp_path: Path
+) -> None:
+    def run(*callbacks: Any, **options: Any) -> Wide:
+        module, plan = Wide(_low_bit(name), quantized), plan_for("bf16-mixed")
+        runner = trainer(plugins=[plan], callbacks=list(callbacks), max_epochs=2)
+        runner.fit(module, ResumableBatches(), **options)
+        return module
+
+    with torch.compiler.set_stance("force_eager"):
+        whole = run(SaveAt(tmp_path, 4))
+        resumed = run(ckpt_path=tmp_path / "4.ckpt", weights_only=trusted)
+    saved = torch.load(tmp_path / "4.ckpt", weights_only=True, map_location=lambda storage, place: storage)
+    states = saved["optimizer_states"][0]["state"].values()
+    kinds = {type(value).__name__ for state in states for value in state.values()}
+    assert any(kind.startswith("OptimState") for kind in kinds) == (name in LOW_BIT)
+    assert resumed.losses == whole.losses[4:]
+    assert same_weights(resumed.net.state_dict(), whole.net.state_dict())
+    if quantized:
+        kept, before = saved["state_dict"]["frozen.weight"], whole.frozen.weight
+        assert type(kept) is type(before.detach())
+        assert torch.equal(kept.dequantize(), before.dequantize())

@@ -10,10 +10,10 @@ from lightning_mp import MixedPrecisionPlan
 from support.cells import WHOLE
 from support.comparing import eps
 from support.fp8 import Across, Plain, plan, run
-from support.models import Regression, same_weights, weights
+from support.models import Regression, same_weights
 from support.ranks import Ranks
 from support.running import fit
-from support.sharded import ddp
+from support.sharded import under, whole
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.gloo
@@ -102,18 +102,25 @@ class DrawsApart(Regression):
         torch.manual_seed(1 + self.global_rank)
 
 
-def rounded() -> dict[str, Any]:
-    torch.manual_seed(0)
+def rounded(host: str, seed: int, run: int = 0) -> dict[str, Any]:
+    """The ``run``-th run under a seed."""
+    torch.manual_seed(seed)
     module = DrawsApart(partial(optim._AdamW, lr=1e-3, bf16_stochastic_round=True))
+    plan = MixedPrecisionPlan("bf16-true")
+    options = {"device_mesh": (2, 1)} if host == "hsdp" else {}
     with torch.compiler.set_stance("force_eager"):
-        fit(module, plugins=[MixedPrecisionPlan("bf16-true")], **ddp())
+        fit(module, **under(host, plan, **options))
     drawn = torch.rand(())
     module.on_train_start()
-    return {"weights": weights(module), "drawn": drawn, "expected": torch.rand(())}
+    return {"weights": whole(module), "drawn": drawn, "expected": torch.rand(())}
 
 
-def test_ranks_round_alike_and_their_own_generators_are_left_alone(ranks: Ranks) -> None:
-    one, other = ranks.call(rounded)
+@pytest.mark.parametrize("host", ["ddp", "hsdp"])
+def test_replicas_round_alike_by_the_runs_seed_and_generators_are_left_alone(ranks: Ranks, host: str) -> None:
+    one, other = ranks.call(rounded, host, 0)
     assert same_weights(one["weights"], other["weights"])
     for found in (one, other):
         assert torch.equal(found["drawn"], found["expected"])
+    again, apart = ranks.call(rounded, host, 0, 1)[0], ranks.call(rounded, host, 1)[0]
+    assert same_weights(one["weights"], again["weights"])
+    assert not same_weights(one["weights"], apart["weights"])

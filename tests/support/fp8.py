@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mp import FP8, MixedPrecisionPlan, PlanError
+from lightning_mp.callbacks import TrainingHealth
 from lightning_mp.compat.lightning import LightningModule
+from lightning_mp.record import metric_names
 from support.running import trainer
 from support.sharded import rank, under
 
@@ -163,3 +166,12 @@ class Across:
             "kept": {kind(t.to_local() if hasattr(t, "to_local") else t) for t in module.state_dict().values()},
             "layers": plugin.fp8_layers,
         }
+
+
+def scales(strategy: str, folder: Path, **options: Any) -> list[tuple[float, float] | None]:
+    """The smallest and the largest scale of each reading of a run, ``None`` where they were not read."""
+    health = TrainingHealth(folder / strategy, report=False)
+    runner = trainer(**under(strategy, plan("tensorwise"), **options), callbacks=[health], limit_val_batches=0)
+    runner.fit(Plain(), texts(seed=3 + rank()))
+    read = ((row[metric_names.FP8_SCALE_MIN], row[metric_names.FP8_SCALE_MAX]) for row in health.rows)
+    return [pair if pair[0] is not None else None for pair in read]

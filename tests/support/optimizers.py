@@ -101,11 +101,12 @@ class OwnStep(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(group["lr"] * parameter.grad)
-        return closure() if closure is not None else None
+        return loss
 
 
 class Renamed(AdamW):

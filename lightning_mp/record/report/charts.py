@@ -66,6 +66,12 @@ KNOWN: tuple[Panel, ...] = (
     Panel("Parameter norm", "L2 norm", {names.PARAM_NORM: "all parameters"}),
     Panel("Update-to-weight ratio", "update / weights (L2)", {names.UPDATE_RATIO: "all parameters"}, "log"),
     Panel("Loss scale", "factor on the loss", {names.LOSS_SCALE: "loss scale"}, "log2", "stepped"),
+    Panel(
+        "FP8 scales",
+        "largest number / largest magnitude",
+        {names.FP8_SCALE_MAX: "largest", names.FP8_SCALE_MIN: "smallest"},
+        "log2",
+    ),
     Panel("Skipped steps", "steps", {names.SKIPPED_STEPS: "in total"}, traits="stepped"),
     Panel("Learning rate", "learning rate", {names.LR: "learning rate"}),
     Panel("Tokens per second", "tokens / s", {names.TOKENS_PER_S: "tokens"}, traits="from-zero"),

@@ -1,0 +1,109 @@
+"""The scales with which FP8 layers round, read on the device: the largest number of the format over the largest entry.
+
+Scales are dynamic: every forward pass computes them anew. A scale that falls says that numbers grow, which ends in
+overflow and NaN. A scale that rises says that they shrink, so that small ones are flushed to zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_mp.compat import torchao
+from lightning_mp.health.measurement import Layout, Measured, Values
+from lightning_mp.modules import fp8
+from lightning_mp.modules.fp8 import ROLES, Role
+
+#: one reading in so many has scales, because each costs a pass over what a layer multiplies
+READINGS_BETWEEN = 2
+#: scales by the layer's name and what is scaled
+Scales = Mapping[tuple[str, Role], float]
+_PREFIX = "fp8_scale"
+#: the magnitude of what this rank has not seen
+_UNSEEN = -1.0
+
+
+class FP8Scales:
+    """The scales of all FP8 layers below ``module``, over all ranks; without such layers it reads nothing.
+
+    A scale is that of a whole tensor. Under a recipe with a scale for each row it is the smallest of them.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, device: torch.device, world: int) -> None:
+        self._layers, self._running = fp8.converted(module)
+        self._keys: list[tuple[str, Role]] = [(name, role) for name in self._layers for role in ROLES]
+        self._layout, self._device, self._world = layout, device, world
+        self._weights: list[Tensor] = []
+        #: readings that have begun
+        self._readings = 0
+
+    @property
+    def active(self) -> bool:
+        """True from the begin of a reading with scales to its end."""
+        return self._running is not None and self._running.magnitudes.active
+
+    def begin(self) -> None:
+        """A reading begins: collect magnitudes, if it is one with scales."""
+        self.stop()
+        if self._running is not None:
+            self._running.magnitudes.active = self._readings % READINGS_BETWEEN == 0
+        self._readings += 1
+
+    def stop(self) -> None:
+        """Collect no longer, and drop what was collected."""
+        self._weights = []
+        if self._running is not None:
+            self._running.magnitudes.take()
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Read the weights that this step's forward passes used; only the first call of a reading does."""
+        if not self.active or self._weights:
+            return
+        for layer in self._layers.values():
+            shard = self._layout.parameter(layer.get_parameter("weight")).tensor
+            self._weights.append(fp8.largest_magnitude(shard) if shard.numel() else self._unseen())
+
+    @torch.no_grad()
+    def take(self) -> Measured:
+        """End the reading. Return device scalars for :meth:`split`; nothing, if it had no scales.
+
+        A collective of all ranks, whose readings are the same ones.
+        """
+        if self._running is None or not self.active:
+            return {}
+        seen = self._running.magnitudes.take()
+        weights = dict(zip(self._layers.values(), self._weights, strict=False))
+        self._weights = []
+        magnitudes: list[Tensor] = []
+        for name, role in self._keys:
+            layer = self._layers[name]
+            magnitude = weights.get(layer) if role == "weight" else seen.get((layer, role))
+            magnitudes.append(self._unseen() if magnitude is None else magnitude.to(self._device))
+        row = torch.nan_to_num(torch.stack(magnitudes), nan=math.inf, posinf=math.inf)
+        if self._world > 1:
+            dist.all_reduce(row, op=dist.ReduceOp.MAX)
+        return {f"{_PREFIX} {place}": magnitude for place, magnitude in enumerate(row)}
+
+    def split(self, values: Values) -> Scales | None:
+        """Take the magnitudes out of a step's ``values``. Return the scales, or ``None`` if none were read.
+
+        A layer that no rank ran, zeros, and numbers that are not finite have no scale.
+        """
+        running = self._running
+        if running is None or f"{_PREFIX} 0" not in values:
+            return None
+        largest = {role: torchao.largest_number(running.recipe, role) for role in ROLES}
+        scales: dict[tuple[str, Role], float] = {}
+        for place, key in enumerate(self._keys):
+            magnitude = values.pop(f"{_PREFIX} {place}")
+            if magnitude is not None and 0.0 < magnitude < math.inf:
+                scales[key] = largest[key[1]] / magnitude
+        return scales
+
+    def _unseen(self) -> Tensor:
+        return torch.full((), _UNSEEN, device=self._device)
