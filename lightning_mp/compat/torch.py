@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -172,9 +171,11 @@ def cpu_has(dtype: torch.dtype) -> bool:
     return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, supported)()
 
 
-@cache
 def cpu_has_lstm(dtype: torch.dtype) -> bool:
-    """Whether an LSTM runs in ``dtype`` under autocast here: one is tried, as oneDNN lacks most of them."""
+    """Whether an LSTM trains in ``dtype`` under autocast here, without projections and on inputs that are not packed.
+
+    One is tried: oneDNN lacks most of them, and code may have switched oneDNN off.
+    """
     one, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
     weights = [torch.zeros(4, 1, requires_grad=True) for _ in range(2)]
     try:
@@ -183,6 +184,17 @@ def cpu_has_lstm(dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+@contextmanager
+def without_onednn() -> Generator[None, None, None]:
+    """Within, operators on a CPU do not use oneDNN; the public switch sets its TF32 too, and warns of that."""
+    before = _torch._C._get_mkldnn_enabled()
+    _torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        _torch._C._set_mkldnn_enabled(before)
 
 
 # ------------------------------------------------------------------ modules

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.lightning import TrainerFn, rank_zero_info, rank_zero_warn, set_dtype, trainer_of
 from lightning_mp.compat.torch import (
-    cpu_has_lstm,
     in_backward,
     makes_optimizer_state,
     mark_of,
@@ -29,7 +28,7 @@ from lightning_mp.compat.torch import (
 )
 from lightning_mp.compat.torchao import require as require_torchao
 from lightning_mp.errors import Fault, Faults, PlanError
-from lightning_mp.modules import checkpointing, first_step, fp8, pins, sync_batchnorm
+from lightning_mp.modules import checkpointing, first_step, fp8, lstms, pins, sync_batchnorm
 from lightning_mp.numerics import grads, rng
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.loss_scale import LossScaler, unwrapped
@@ -91,6 +90,8 @@ class StepEngine(ABC):
         #: which pin covers which module; known after ``check``
         self.pin_map = pins.PinMap()
         self._places: pins.Places = []
+        #: by name, the LSTMs that may have no kernel in the dtype of autocast; known after ``check``
+        self.lstms: dict[str, nn.Module] = {}
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
         #: whether it was looked at, after the first backward pass, that they are
@@ -134,20 +135,16 @@ class StepEngine(ABC):
             pinned = [member.module for member in self.pin_map.covered]
             self.fp8_layers, self.converted = fp8.select(module, self.policy.fp8, pinned, faults)
         self.manual = not getattr(module, "automatic_optimization", True)
-        self._check_lstms(module, faults)
+        self.lstms = self._lstms_without_kernel(module)
         if self.policy.checkpointing is not None:
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
 
-    def _check_lstms(self, module: nn.Module, faults: Faults) -> None:
-        """OneDNN, which autocast uses, has a half-precision LSTM for few CPUs, and an error of its own elsewhere."""
+    def _lstms_without_kernel(self, module: nn.Module) -> dict[str, nn.Module]:
+        """The LSTMs that autocast may not run on this CPU, by name."""
         dtype = self.policy.compute_dtype
-        if self.device.type != "cpu" or dtype == self.policy.storage_dtype or cpu_has_lstm(to_torch(dtype)):
-            return
-        pinned = {id(member.module) for member in self.pin_map.members}
-        named = [name for name, part in module.named_modules() if isinstance(part, nn.LSTM) and id(part) not in pinned]
-        if named:
-            given = f"nn.LSTM {named[0]!r} in {dtype} on this CPU, whose oneDNN has none"
-            faults.add(given, fix="pin it: pins={'LSTM': 'fp32'}")
+        if self.device.type != "cpu" or dtype == self.policy.storage_dtype:
+            return {}
+        return lstms.without_kernel(module, to_torch(dtype), (member.module for member in self.pin_map.members))
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
         """A function from a parameter of the checked module to the dtype it will be stored in."""
@@ -171,6 +168,7 @@ class StepEngine(ABC):
         pins.cast_unpinned(module, self.pin_map, policy)
         self._tell_dtype(module)
         self._applied.callback(sync_batchnorm.apply(self.synced))
+        self._applied.callback(lstms.apply(self.lstms, policy.compute_dtype))
         if policy.fp8 is not None:
             undo = fp8.apply(self.converted, policy.fp8, compute, self.device.type, self.stages)
             self._applied.callback(undo)

@@ -13,6 +13,7 @@ from lightning_mp.compat.lightning import DeepSpeedStrategy, LightningModule, is
 from lightning_mp.compat.transformers import conv1d
 from lightning_mp.deepspeed.merge import add_trainer
 from lightning_mp.errors import Faults, counted, pinning
+from lightning_mp.modules import lstms
 from lightning_mp.modules.patterns import original_class
 from lightning_mp.numerics.dtypes import dtype_name, is_plain, to_torch
 from lightning_mp.numerics.loss_scale import LossScaler
@@ -90,6 +91,10 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
     engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False)
     if not any(is_overridden(name, case.model, LightningModule) for name in ("configure_model", "setup")):
         engine.check(case.model, faults)  # else modules may be missing that a pattern names
+    if engine.lstms:
+        name = next(iter(engine.lstms))
+        why = "the run is refused when it is called; oneDNN has no such kernel, except for packed inputs"
+        yield Finding("precision_refused", "warning", lstms.problem(name, case.compute), why, lstms.FIX, name)
     for fault in faults.found:
         why = f"the run is refused before its first step{': it takes ' * bool(fault.allowed)}{fault.allowed}"
         said, _, names = fault.problem.partition(": ")

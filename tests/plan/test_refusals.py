@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, StrategyRegistry
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import SGD
 
 from lightning_mp import MixedPrecisionPlan, NonFiniteError, PlanError, doctor
@@ -21,7 +22,7 @@ from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from support.language import Language, gpt2, tokens
 from support.manual import Manual
 from support.models import Regression, same_weights, weights
-from support.oracles import SCALED, plan_for
+from support.oracles import SCALED, plan_for, stock_for
 from support.running import fit, trainer
 from support.traces import Trace
 
@@ -95,14 +96,62 @@ def test_an_lstm_under_autocast_is_refused_where_onednn_has_none(half: str) -> N
     if cpu_has_lstm(TORCH_DTYPES[name]):
         assert fit(Recurrent(), plugins=[MixedPrecisionPlan(mixed)]).state.finished
         return
-    assert "pins={'LSTM': 'fp32'}" in str(_refused(Recurrent(), MixedPrecisionPlan(mixed)))
-    (finding,) = [found for found in doctor(Recurrent(), MixedPrecisionPlan(mixed)) if found.severity == "error"]
-    assert finding.name == "precision_refused"
+    module = Recurrent()
+    with pytest.raises(PlanError, match=r"nn\.LSTM 'lstm' in \w+ on this CPU.*pins=\{'LSTM': 'fp32'\}") as error:
+        fit(module, plugins=[MixedPrecisionPlan(mixed)])
+    assert "primitive descriptor" in str(error.value.__cause__)
+    assert (type(module.lstm), module.losses) == (nn.LSTM, [])
+    (finding,) = [found for found in doctor(Recurrent(), MixedPrecisionPlan(mixed)) if found.severity == "warning"]
+    assert (finding.name, finding.where) == ("precision_refused", "lstm")
     assert "pins={'LSTM': 'fp32'}" in finding.fix
     pinned = [MixedPrecisionPlan(mixed, pins={"LSTM": dtype}) for dtype in ("fp32", name)]
-    assert not [found for plan in pinned for found in doctor(Recurrent(), plan) if found.severity == "error"]
+    assert not [found for plan in pinned for found in doctor(Recurrent(), plan) if found.name == "precision_refused"]
     plans = (*pinned, MixedPrecisionPlan(f"{half}-true"))
     assert all(fit(Recurrent(), plugins=[plan]).state.finished for plan in plans)
+
+
+class OtherForm(Recurrent):
+    """An LSTM that needs no kernel of oneDNN's: its input is packed, or it has projections."""
+
+    def __init__(self, lengths: list[int] | None) -> None:
+        super().__init__()
+        self.lengths = lengths
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.lstm = nn.LSTM(16, 20, proj_size=16, batch_first=True) if lengths is None else nn.LSTM(16, 16)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.lengths is None:
+            return super().loss(batch)
+        packed = pack_padded_sequence(batch[0].repeat(2, 1, 1), torch.tensor(self.lengths))
+        return Regression.loss(self, (self.lstm(packed)[1][0][0], batch[1]))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("mode", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("lengths", [None, [2, 2, 2, 2, 1, 1, 1, 1]])
+def test_an_lstm_that_needs_nothing_of_onednn_trains_as_stock(lengths: list[int] | None, mode: str) -> None:
+    ours, theirs = OtherForm(lengths), OtherForm(lengths)
+    fit(ours, plugins=[plan_for(mode)])
+    fit(theirs, **stock_for(mode))
+    assert ours.losses == theirs.losses
+
+
+@pytest.mark.parametrize("mode", ["16-mixed", "bf16-mixed"])
+def test_a_packed_batch_whose_sequences_have_one_length_trains_too(mode: str) -> None:
+    """torch takes oneDNN for it, which may have no kernel."""
+    module, fp32 = OtherForm([2] * 8), OtherForm([2] * 8)
+    fit(module, plugins=[plan_for(mode)])
+    fit(fp32, plugins=[plan_for("32-true")])
+    assert module.losses == pytest.approx(fp32.losses, rel=0.05)
+    assert torch.backends.mkldnn.is_available()
+    assert type(module.lstm) is nn.LSTM
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # torch's own, where the flags are set
+def test_an_lstm_trains_where_onednn_is_switched_off() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert fit(Recurrent(), plugins=[plan_for("16-mixed")]).state.finished
 
 
 PLAIN = partial(SGD, lr=1e-3)
