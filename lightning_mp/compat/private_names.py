@@ -17,7 +17,8 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch": {
         "torch": "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _foreach_copy_ _foreach_mul_"
         " _foreach_norm",
-        "torch._C": "_current_autograd_node _current_graph_task_id _disabled_torch_function_impl",
+        "torch._C": "_current_autograd_node _current_graph_task_id _disabled_torch_function_impl"
+        " _get_mkldnn_enabled _set_mkldnn_enabled",
         "torch:Tensor": "_make_wrapper_subclass _version",
         "torch._functorch.config": "backward_pass_autocast",
         "torch._ops": "OpOverload OpOverloadPacket",
@@ -69,7 +70,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "lightning": {
         "{lightning}:Trainer": "_accelerator_connector _checkpoint_connector",
-        "{lightning}:LightningModule": "_compiler_ctx _trainer",
+        "{lightning}:LightningModule": "_compiler_ctx _dtype _trainer",
         "{lightning}.callbacks:RichProgressBar": "_get_train_description",
         "{lightning}.loops.evaluation_loop:_EvaluationLoop": "_data_source",
         "{lightning}.loops.fit_loop:_FitLoop": "_data_fetcher _should_accumulate",
