@@ -113,6 +113,28 @@ class Zero:
             zero.all_grad_tensors.clear()
             zero.micro_step_id = -1
 
+    def assigned_weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the weights of ZeRO-1 or 2 that ``weight.data = ...`` took out of its flat buffers.
+
+        With each comes the part of the buffer that the weight was, which holds the values from before.
+        """
+        zero = self.optimizer
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for group, flat in enumerate(getattr(zero, "bit16_groups_flat", ())):
+            weights, shapes = zero.round_robin_bit16_groups[group], zero.round_robin_bit16_meta[group]
+            for weight, meta, offset in zip(weights, shapes, zero.round_robin_bit16_offsets[group], strict=True):
+                place = flat.data_ptr() + offset * flat.itemsize
+                if meta.numel() and (weight.data_ptr() != place or weight.shape != meta.shape):
+                    pairs.append((weight, flat.narrow(0, offset, meta.numel()).view(meta.shape)))
+        return pairs
+
+    def bits(self) -> Tensor:
+        """Return a sum over the bits of this rank's fp32 weights of ZeRO-1 or 2, which changes if one is written to."""
+        zero = self.optimizer
+        ranks = map(dist.get_rank, zero.real_dp_process_group)
+        parts = [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
+        return torch.stack([part.view(torch.int32).sum() for part in parts])
+
     def step(self) -> tuple[bool, Any]:
         """DeepSpeed's step; whether it was made, and the norm of the gradients, if there is one."""
         scale = self._scale
@@ -265,6 +287,27 @@ def gathered_changes_told(parameter: Any, tell: Callable[[], None]) -> AbstractC
             tell()
 
     return patched(parameter, partition=partition)
+
+
+def gathers_counted(count: Callable[[int], None]) -> AbstractContextManager[None]:
+    """Within, ``count(1)`` is called where a ``GatheredParameters`` begins, and ``count(-1)`` where it ends."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    kind: Any = GatheredParameters
+    begin, end = kind.__enter__, kind.__exit__
+
+    def enter(context: Any) -> Any:
+        result = begin(context)
+        count(1)
+        return result
+
+    def leave(context: Any, *error: Any) -> Any:
+        try:
+            return end(context, *error)
+        finally:
+            count(-1)
+
+    return patched(kind, __enter__=enter, __exit__=leave)
 
 
 def local_part(parameter: Any) -> Tensor:

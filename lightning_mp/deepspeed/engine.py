@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_mp.compat.deepspeed import Zero, gathered_changes_told, gathers, is_partitioned
+from lightning_mp.compat.deepspeed import Zero, gathered_changes_told, gathers, gathers_counted, is_partitioned
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import is_compiled, version
+from lightning_mp.deepspeed.partitioned import PartitionedWeights, watched_hooks
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.fsdp2.engine import FirstForward, ShardReads
 from lightning_mp.numerics.loss_scale import unwrapped
@@ -45,6 +46,10 @@ class ZeroEngine(StepEngine):
     #: both there while it trains
     _zero: Any = None
     _weights: Any = None
+    #: under ZeRO-3, watches what hooks do with weights
+    _partitioned: PartitionedWeights | None = None
+    #: under offload, the bits of the weights after the last step
+    _bits: Tensor | None = None
     #: the norm to clip by where the Trainer says nothing
     _default_clip = 0.0
     #: by param group, the index of the user's that it came from
@@ -95,12 +100,17 @@ class ZeroEngine(StepEngine):
         self._weights = Trained(module, compares=self.distributed, by_window=zero.sums_every_pass, group=group)
         self._connected.callback(self._weights.hooks.close)
         self._connected.enter_context(zero.watched(self._weights.compare, self._raw_step))
+        split = [(name, parameter) for name, parameter in module.named_parameters() if is_partitioned(parameter)]
+        if split and trainer is not None:
+            partitioned = self._partitioned = PartitionedWeights(split)
+            self._connected.enter_context(gathers_counted(partitioned.count_gathered))
+            self._connected.enter_context(watched_hooks(trainer, partitioned))
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
         """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
         if self._zero is not None:
-            self._weights.accept_writes()
+            self._accept_writes()
             self._zero.install_scale(self.scaler if self.scaler.enabled else None, self._default_clip)
 
     # ------------------------------------------------------------------ the step
@@ -165,7 +175,8 @@ class ZeroEngine(StepEngine):
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
         split = self._zero is not None and self._weights.partitioned and not any(map(is_compiled, module.modules()))
         away = ShardReads(module, away=lambda parameter: not parameter.numel())
-        with super()._first_step(module), away if split else nullcontext():
+        writes = self._partitioned if split and self._partitioned is not None else nullcontext()
+        with super()._first_step(module), away if split else nullcontext(), writes:
             yield
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -199,10 +210,7 @@ class ZeroEngine(StepEngine):
                 "return a loss of zero, (parameter * 0).sum(), or use strategy='mp_fsdp2'",
             )
         weights.refuse_lost_writes()
-        # A hook may have changed weights. Under offload, where the copy would cross the bus, only what raises a version
-        # is seen.
-        if weights.take_writes() or not (weights.partitioned or zero.offloads):
-            zero.optimizer.refresh_fp32_params()
+        self.take_writes()
         groups = zero.optimizer.param_groups
         for place, origin in enumerate(self.source_group):  # a group split off steps with what the first piece has
             groups[place].update(groups[self.source_group.index(origin)] | {"params": groups[place]["params"]})
@@ -211,16 +219,57 @@ class ZeroEngine(StepEngine):
             applied, norm = zero.step()
         finally:
             self.scaler.stepping = False
-        weights.accept_writes()
+        self._accept_writes()
         weights.begin_window()
         zero.optimizer.clip_grad = self._default_clip
         self.scaler.note_step(optimizer, torch.full((), float(not applied), dtype=torch.float32, device=self.device))
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def check_weights(self) -> None:
-        """Raise a RuntimeError where a user changed weights that ZeRO-3 has split."""
+        """Put weights that a user assigned back into ZeRO's buffers.
+
+        Raises:
+            RuntimeError: a user changed weights that ZeRO-3 has split, or assigned another dtype or shape.
+        """
         if self._zero is not None:
             self._weights.refuse_lost_writes()
+            self._take_assigned()
+
+    def take_writes(self) -> None:
+        """Give the masters what users wrote to weights since the last step.
+
+        The copy is made before every step, as a write through ``weight.data`` leaves no trace. Under offload it would
+        cross the bus: there the bits of the weights are compared with those after the step before.
+        """
+        if self._zero is None:
+            return
+        zero, weights = self._zero, self._weights
+        self._take_assigned()
+        written = weights.take_writes()
+        if self._bits is not None:
+            written |= not torch.equal(self._bits, zero.bits())
+        if written or not (weights.partitioned or zero.offloads):
+            zero.optimizer.refresh_fp32_params()
+
+    def _accept_writes(self) -> None:
+        """Take the weights as they are for what the masters hold."""
+        self._weights.accept_writes()
+        watched = self._zero.offloads and not self._weights.partitioned
+        self._bits = self._zero.bits() if watched else None
+
+    def _take_assigned(self) -> None:
+        for weight, place in self._zero.assigned_weights():
+            if (weight.shape, weight.dtype, weight.device) != (place.shape, place.dtype, place.device):
+                refuse(
+                    f"{self._weights.name_of(weight)!r}.data = a tensor of {weight.dtype} and shape "
+                    f"{tuple(weight.shape)} on {weight.device}, with ZeRO, which holds {place.dtype} and shape "
+                    f"{tuple(place.shape)} on {place.device}",
+                    "assign a tensor like the weight",
+                )
+            with torch.no_grad():
+                place.copy_(weight.data)
+            weight.data = place
+            self._weights.note_write()
 
     def _raw_step(self, own: Any, closure: Any = None) -> None:
         """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
@@ -229,7 +278,7 @@ class ZeroEngine(StepEngine):
 
     def release(self) -> None:
         super().release()
-        self._zero = self._weights = None
+        self._zero = self._weights = self._bits = self._partitioned = None
 
 
 # ------------------------------------------------------------------ what a ZeRO optimizer does not see
@@ -294,10 +343,16 @@ class Trained:
         self._in_pass: dict[int, None] = {}
         self._in_window: set[int] = set()
         self._places = {id(parameter): place for place, parameter in enumerate(self._named.values())}
-        split = [parameter for parameter in self._named.values() if is_partitioned(parameter)]
+        #: the weights that ZeRO-3 has split, frozen ones too, and the trained ones that it has not
+        self._watched = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if name in self._named or is_partitioned(parameter)
+        }
+        split = [parameter for parameter in self._watched.values() if is_partitioned(parameter)]
         #: whether ZeRO-3 has split the weights themselves
         self.partitioned = bool(split)
-        self._written_gathered = False
+        self._write_noted = False
         self.accept_writes()
         #: what the parameters have of this; to be closed
         self.hooks = ExitStack()
@@ -352,21 +407,29 @@ class Trained:
 
     # ------------------------------------------------------------------ values
 
+    def name_of(self, weight: Tensor) -> str:
+        """The weight's name in the module."""
+        return next(name for name, parameter in self._named.items() if parameter is weight)
+
+    def note_write(self) -> None:
+        """Have the next :meth:`take_writes` answer True."""
+        self._write_noted = True
+
     def _note_gathered_write(self) -> None:
-        self._written_gathered = True
+        self._write_noted = True
         self.accept_writes()
 
     def accept_writes(self) -> None:
         """Take the present versions as the baseline: a step was made, or a checkpoint was loaded."""
         #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
-        self._versions = {name: version(parameter) for name, parameter in self._named.items()}
+        self._versions = {name: version(parameter) for name, parameter in self._watched.items()}
 
     def _written(self) -> list[str]:
-        return [name for name, before in self._versions.items() if version(self._named[name]) != before]
+        return [name for name, before in self._versions.items() if version(self._watched[name]) != before]
 
     def take_writes(self) -> bool:
         """Whether users wrote to weights since the last call, or the last step."""
-        written, self._written_gathered = self._written_gathered or bool(self._written()), False
+        written, self._write_noted = self._write_noted or bool(self._written()), False
         return written
 
     def refuse_lost_writes(self) -> None:

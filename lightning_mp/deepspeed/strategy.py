@@ -388,6 +388,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         first_piece = [self._source_group.index(group) for group in sorted({*self._source_group})]
         for state in checkpoint.get("lr_schedulers", ()):
             regroup(state, len(self._source_group), first_piece)
+        if self.optimizers:  # a checkpoint holds the masters
+            self._engine.check_weights()
+            self._engine.take_writes()
         with self._fp32_weights():
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
