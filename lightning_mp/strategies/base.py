@@ -195,6 +195,9 @@ class PlanStrategy(_Base):
             CheckpointFormatError: there is no checkpoint, or it cannot be read.
         """
         path = str(without_file_protocol(self.broadcast(checkpoint_path)))
+        if self.local_rank == 0:
+            folders.recover(path)
+        self.barrier()
         self._folder = None
         if self._format(path) != "file":
             with self._optimizers_while_fitting():
