@@ -157,8 +157,10 @@ def by_formula(
         # This function knows the strategy's mesh (HSDP), ``estimate`` knows ZeRO's copy of an embedding.
         found = {**found, **estimated} if name.startswith("deepspeed") else {**estimated, **found}
         notes.append("by the formula of a decoder with AdamW")
-    except (PlanError, TypeError):
-        notes.append("no transformers config: activations are not counted, and the optimizer is taken for AdamW")
+    except (PlanError, TypeError) as error:
+        has_fields = config is not None and isinstance(error, PlanError)
+        cause = error.faults[0].problem if has_fields else "no transformers config"
+        notes.append(f"{cause}: activations are not counted, and the optimizer is taken for AdamW")
     found["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     parts = {part: round(found.get(part, 0)) for part in PARTS}
     stays = {part: parts[part] for part in (*_HELD, "buffers")}

@@ -138,3 +138,15 @@ def test_under_zero_and_in_a_pipeline_the_formula_answers_and_its_parts_add_up(n
     if name == "pipeline":
         whole = 4 * sum(parameter.numel() for parameter in module.parameters())
         assert found.held["parameters"] == pytest.approx(whole / 4, abs=1)
+
+
+def test_the_note_names_a_model_type_whose_activations_are_not_counted() -> None:
+    pytest.importorskip("deepspeed")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=64)
+    module = Trained(transformers.AutoModelForCausalLM.from_config(config), "AdamW")
+    batch = torch.zeros(2, 6, dtype=torch.int64)
+    found = predict_memory(module, batch, MixedPrecisionPlan("bf16-mixed"), strategy="deepspeed_zero2", devices=2)
+    assert found.parts["activations"] == 0
+    assert "model_type='mamba' is no dense decoder that is counted" in found.notes[-1]
+    assert "activations are not counted" in found.notes[-1]
