@@ -37,7 +37,8 @@ class FP8Scales:
         self._layers, self._running = fp8.converted(module)
         self._keys: list[tuple[str, Role]] = [(name, role) for name in self._layers for role in ROLES]
         self._layout, self._device, self._world = layout, device, world
-        self._weights: list[Tensor] = []
+        #: the largest magnitudes of the layers' weights in this reading, in the order of the layers
+        self._weights: Tensor | None = None
         #: readings that have begun
         self._readings = 0
 
@@ -55,18 +56,21 @@ class FP8Scales:
 
     def stop(self) -> None:
         """Collect no longer, and drop what was collected."""
-        self._weights = []
+        self._weights = None
         if self._running is not None:
             self._running.magnitudes.take()
 
     @torch.no_grad()
     def before_step(self) -> None:
         """Read the weights that this step's forward passes used; only the first call of a reading does."""
-        if not self.active or self._weights:
+        if not self.active or self._weights is not None:
             return
-        for layer in self._layers.values():
-            shard = self._layout.parameter(layer.get_parameter("weight")).tensor
-            self._weights.append(fp8.largest_magnitude(shard) if shard.numel() else self._unseen())
+        shards = [self._layout.parameter(layer.get_parameter("weight")).tensor for layer in self._layers.values()]
+        found = [fp8.largest_magnitude(shard) if shard.numel() else shard.new_full((), _UNSEEN) for shard in shards]
+        largest = torch.stack([magnitude.float() for magnitude in found])
+        if self._device.type == "cuda" and largest.device.type == "cpu":  # offloaded weights
+            largest = largest.pin_memory()  # else the copy waits for the device
+        self._weights = largest.to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def take(self) -> Measured:
@@ -77,13 +81,14 @@ class FP8Scales:
         if self._running is None or not self.active:
             return {}
         seen = self._running.magnitudes.take()
-        weights = dict(zip(self._layers.values(), self._weights, strict=False))
-        self._weights = []
+        unseen = torch.full((), _UNSEEN, device=self._device)
+        weights = self._weights if self._weights is not None else unseen.expand(len(self._layers))
+        self._weights = None
         magnitudes: list[Tensor] = []
-        for name, role in self._keys:
-            layer = self._layers[name]
-            magnitude = weights.get(layer) if role == "weight" else seen.get((layer, role))
-            magnitudes.append(self._unseen() if magnitude is None else magnitude.to(self._device))
+        for layer, weight in zip(self._layers.values(), weights, strict=True):
+            by_role = {role: seen.get((layer, role), unseen) for role in ROLES}
+            by_role["weight"] = weight
+            magnitudes += [by_role[role] for role in ROLES]
         row = torch.nan_to_num(torch.stack(magnitudes), nan=math.inf, posinf=math.inf)
         if self._world > 1:
             dist.all_reduce(row, op=dist.ReduceOp.MAX)
@@ -104,6 +109,3 @@ class FP8Scales:
             if magnitude is not None and 0.0 < magnitude < math.inf:
                 scales[key] = largest[key[1]] / magnitude
         return scales
-
-    def _unseen(self) -> Tensor:
-        return torch.full((), _UNSEEN, device=self._device)

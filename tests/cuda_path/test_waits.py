@@ -122,7 +122,8 @@ def check(host: str, chosen: Iterable[Row], cuda: Processes) -> None:
 
 def test_the_host_reads_a_flag_once_a_step(cuda: Processes) -> None:
     features = "AdamW", "accumulation", "nonfinite='raise'", "TrainingHealth"
-    check("one device", [Row("one device", "16-mixed", "norm", feature) for feature in features], cuda)
+    rows_of_fp16 = [Row("one device", "16-mixed", "norm", feature) for feature in features]
+    check("one device", [*rows_of_fp16, Row("one device", "fp8-mixed", "norm", "TrainingHealth")], cuda)
 
 
 @pytest.mark.slow

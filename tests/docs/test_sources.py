@@ -2,12 +2,16 @@
 
 import ast
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_mp import FP8
+from lightning_mp.modules import fp8
 from lightning_mp.planner import ModelShape
 from lightning_mp.policy.hardware import GPUS, peak
 from support.docs import ROOT, tables
@@ -72,6 +76,37 @@ def test_eight_times_is_an_a100s_data_sheet_and_not_a_run() -> None:
     assert tf32 / fp32 == pytest.approx(8)
     measured = 15_402 / 12_599
     assert measured == pytest.approx(1.22, abs=0.005)
+
+
+def _saved_bytes(run: Callable[[], Tensor]) -> int:
+    """Bytes that the forward pass keeps for the backward pass."""
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = run()
+    assert output.requires_grad
+    return sum(saved.values())
+
+
+def test_fp8_keeps_activations_in_bf16() -> None:
+    pytest.importorskip("torchao")
+    layer, rows = torch.nn.Linear(64, 64, bias=False), torch.randn(4096, 64, dtype=torch.bfloat16)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(rows)
+
+    in_bf16 = _saved_bytes(run)
+    undo = fp8.apply([layer], FP8(small="convert"), torch.bfloat16, "cpu")
+    in_fp8 = _saved_bytes(run)
+    undo()
+    assert in_bf16 >= 2 * rows.numel()
+    assert in_fp8 >= 2 * rows.numel(), "half as much would be one byte a number"
 
 
 def test_chinchillas_budget_grows_with_the_root_of_compute() -> None:
