@@ -92,6 +92,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"{__name__}.{home}"), name)
     if home not in _APART:
         import_module(f"{__name__}.strategies.registry").register()
+    globals()[name] = value  # the next use does not come here
     return value
 
 

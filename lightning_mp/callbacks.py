@@ -39,7 +39,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("lightning_mp.strategies.registry").register()
-    return getattr(import_module(f"lightning_mp.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"lightning_mp.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next use does not come here
+    return value
 
 
 def __dir__() -> list[str]:

@@ -54,7 +54,7 @@ class PlanError(ValueError):
         super().__init__("\n".join([f"{subject}: {counted(len(lines), 'error')}.", *lines]))
 
     @classmethod
-    def of(cls, problem: str, fix: str, subject: str = "MixedPrecisionPlan") -> PlanError:
+    def of(cls, problem: str, fix: str, subject: str = "MixedPrecisionPlan") -> Self:
         """That of one thing that happened, and what to do."""
         return cls([Fault(problem, fix=fix)], subject)
 

@@ -60,6 +60,8 @@ from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks
 
+#: schedules for training and for evaluation each, by the shapes of their batches: each has buffers for its inputs
+_KEPT_SCHEDULES = 4
 _MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 #: the steps that Lightning asks for and that are not called here
 _STEPS = ("training_step", "validation_step", "test_step")
@@ -362,13 +364,16 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         # stages hand on the gradients that those need which are trained
         trained = tuple(parameter.requires_grad for parameter in self._user_module.parameters())
         key = how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs), trained
-        if key not in self._made:
-            self._made[key] = self._new_schedule(number, how)
+        schedule = self._made.pop(key, None) or self._new_schedule(number, how)
+        self._made[key] = schedule  # the last one used is the last one of the dict
+        alike = [kept for kept in self._made if kept[0] == how]
+        for oldest in alike[:-_KEPT_SCHEDULES]:
+            del self._made[oldest]
         last = self._count - 1 in self._parts
         self._targets = [map_tensors(target, lambda one, at=at: one.chunk(number)[at]) for at in range(number)]
         self._losses = []
         places = {"target": torch.arange(number)} if last else {}
-        getattr(self._made[key], how)(*(inputs if 0 in self._parts else ()), **places, return_outputs=False)
+        getattr(schedule, how)(*(inputs if 0 in self._parts else ()), **places, return_outputs=False)
         self._targets = ()
         mean = torch.zeros((), dtype=torch.float32, device=self.root_device)
         if last:

@@ -100,6 +100,10 @@ class Run:
             self.engine.check_budget(None)
 
 
+class _NoCallbackError(PlanError, AttributeError):
+    """A plan among a Trainer's callbacks; for ``hasattr`` and debuggers the attribute is not there."""
+
+
 class PlanBase:
     """The base class by which a precision plugin is known to be a plan."""
 
@@ -210,8 +214,8 @@ class PlanBase:
 
     @property
     def state_key(self) -> str:
-        """What a Trainer asks its callbacks for: always a ``PlanError``."""
-        raise PlanError.of("callbacks=[MixedPrecisionPlan(...)]", "write Trainer(plugins=[plan])", "Trainer")
+        """Always raise ``_NoCallbackError``: a Trainer asks its callbacks for this."""
+        raise _NoCallbackError.of("callbacks=[MixedPrecisionPlan(...)]", "write Trainer(plugins=[plan])", "Trainer")
 
     def describe(self, module: nn.Module | None = None) -> str:
         """What is declared, as a table: what is stored, computed, reduced and kept in which dtype, and by what rules.

@@ -124,9 +124,26 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
     return [parameter.name for parameter in given if parameter.kind in kinds and parameter.name != "module"]
 
 
-def register(ending: str = "", builder: Callable[[str], Strategy] = lambda name: build(name, None, {})) -> None:
-    """Make every name known to Lightning, as ``mp_<name>`` with ``ending``; ``builder`` is given the name."""
+#: what this package has registered with Lightning, by name
+_registered: dict[str, Callable[..., Strategy]] = {}
+
+
+def register(ending: str = "", builder: Callable[[str], Strategy] | None = None) -> None:
+    """Make every name known to Lightning, as ``mp_<name>`` with ``ending``.
+
+    ``builder`` is called with the name, and replaces what this package registered under it before. Without ``builder``
+    a name that is there stays as it is. A strategy that somebody else registered under such a name always stays.
+    """
+    entries: dict[str, Any] = dict(lightning.StrategyRegistry)  # whose own ``get`` builds a strategy
     for name, entry in STRATEGIES.items():
-        made: Any = partial(builder, name)
         known_as = f"{PREFIX}{name}{ending}"
+        present = entries.get(known_as)
+        if present is not None and (builder is None or present["strategy"] is not _registered.get(known_as)):
+            continue
+        made: Any = partial(_built, name) if builder is None else partial(builder, name)
         lightning.StrategyRegistry.register(known_as, made, description=entry.description, override=True)
+        _registered[known_as] = made
+
+
+def _built(name: str) -> Strategy:
+    return build(name, None, {})

@@ -1,5 +1,6 @@
 """What a Trainer does beside fitting: validate, test, save and go on, by the registered name, without the steps."""
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader
 
 from lightning_mp import MixedPrecisionPlan, NonFiniteError, PlanError, make_strategy
 from lightning_mp.callbacks import PrecisionAudit, TrainingHealth
+from lightning_mp.pipeline.schedules import WatchedStage
 from support.comparing import furthest
-from support.pipeline import ROWS, Llama, Staged, data
+from support.pipeline import ROWS, WIDTH, Llama, Staged, data
 from support.ranks import Ranks
 from support.running import trainer
 
@@ -50,14 +53,50 @@ def _said(ask: Callable[[], None]) -> str:
     return str(raised.value)
 
 
+LENGTHS = 12
+
+
+def lengths() -> DataLoader[Any]:
+    """Batches of which no two have the same rows."""
+    torch.manual_seed(3)
+    batches = [(torch.randn(rows, WIDTH), torch.randn(rows, 1)) for rows in range(1, LENGTHS + 1)]
+    return DataLoader(batches, batch_size=None)  # pyright: ignore[reportArgumentType]
+
+
+def _validated(weights: Any) -> float:
+    """The loss of the whole model on :func:`lengths`, in this process alone."""
+    whole, total, rows = Staged(), 0.0, 0
+    whole.load_state_dict(weights)
+    for inputs, target in lengths():
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            total += float(whole.pipeline_loss(whole(inputs), target)) * len(inputs)
+        rows += len(inputs)
+    return total / rows
+
+
+class CountsSchedules(Callback):
+    """How many stages of torch's schedules live, after every batch of an evaluation."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        gc.collect()
+        self.most = max(self.most, sum(isinstance(one, WatchedStage) for one in gc.get_objects()))
+
+
 def afterwards(path: str) -> dict[str, Any]:
-    module, runner = NoSteps(), _trainer()
+    module, counts = NoSteps(), CountsSchedules()
+    runner = _trainer(callbacks=[counts])
     runner.fit(module, data(2, ROWS), data(2, ROWS))
     found: dict[str, Any] = {"fit": float(runner.callback_metrics["val_loss"])}
     runner.save_checkpoint(path)
     found["validate"] = runner.validate(module, data(2, ROWS), verbose=False)[0]["val_loss"]
     found["test"] = runner.test(module, data(2, ROWS), verbose=False)[0]["test_loss"]
+    found["lengths"] = runner.validate(module, lengths(), verbose=False)[0]["val_loss"]
+    found["schedules"] = counts.most
     weights = runner.strategy.lightning_module_state_dict()
+    found["whole"] = _validated(torch.load(path, weights_only=True)["state_dict"])
     other = _trainer()
     found["loaded"] = other.validate(NoSteps(), data(2, ROWS), ckpt_path=path, verbose=False)[0]["val_loss"]
     found["kept"] = furthest(weights, other.strategy.lightning_module_state_dict())
@@ -79,6 +118,8 @@ def test_a_module_without_steps_is_fitted_validated_tested_and_loaded(tmp_path: 
     for found in results:
         assert found["fit"] == found["validate"] == found["test"] == found["loaded"]
         assert found["kept"] == 0.0
+        assert found["lengths"] == pytest.approx(found["whole"], rel=1e-5)
+        assert found["schedules"] <= 8 < LENGTHS
         assert "those of another pipeline stage" in found["called"]
         assert "on the ranks of an earlier run" in found["again"]
         assert not found["left"]

@@ -1,6 +1,7 @@
 """A plan is usable before any Trainer, and can be copied, pickled and printed at any time."""
 
 import copy
+import inspect
 import pickle
 from functools import partial
 from typing import Any
@@ -173,3 +174,12 @@ def test_a_saved_plan_of_a_newer_format_is_answered_with_a_sentence() -> None:
     assert plan.same_as(MixedPrecisionPlan("bf16-mixed"))
     with pytest.raises(PlanError, match="A saved plan has format version 2, and this lightning-mp reads up to 1"):
         plan.__setstate__({**state, "format_version": 2})
+
+
+def test_every_attribute_of_a_plan_can_be_asked_for() -> None:
+    """As debuggers and ``inspect.getmembers`` do."""
+    module, plan = Regression(), MixedPrecisionPlan("16-mixed")
+    assert not hasattr(plan, "state_key")
+    before = [name for name, _ in inspect.getmembers(plan)]
+    fit(module, plugins=[plan], max_steps=1)
+    assert [name for name, _ in inspect.getmembers(plan)] == before

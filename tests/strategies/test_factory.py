@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
+    SingleDeviceStrategy,
     Strategy,
     StrategyRegistry,
 )
 
-from lightning_mp import MixedPrecisionPlan, PlanError, make_strategy, trainer_kwargs
+import lightning_mp
+from lightning_mp import MixedPrecisionPlan, PlanError, callbacks, make_strategy, register_plan, trainer_kwargs
+from lightning_mp.strategies import registry
 from lightning_mp.strategies.registry import STRATEGIES
 from support.cells import WHOLE
 
@@ -145,6 +149,46 @@ class TestTheStrategyBringsItsPlan:
     def test_a_registered_name_with_a_stock_plugin_is_refused(self, name: str) -> None:
         with pytest.raises(PlanError, match=r"MixedPrecisionPlan\(...\)"):
             _trainer(strategy=f"mp_{name}", plugins=[FSDPPrecision("bf16-mixed")])
+
+
+@pytest.fixture
+def strategies() -> Iterator[Any]:
+    """Lightning's registry of strategies, which is restored."""
+    before = dict(StrategyRegistry)
+    yield StrategyRegistry
+    StrategyRegistry.clear()
+    StrategyRegistry.update(before)
+
+
+def test_a_name_is_registered_once_and_never_over_a_users_own(strategies: Any) -> None:
+    def own() -> Any:
+        return SingleDeviceStrategy()
+
+    entries = dict(strategies)
+    for package in (lightning_mp, callbacks):
+        vars(package).pop("make_strategy", None)
+        vars(package).pop("TrainingHealth", None)
+    assert lightning_mp.make_strategy is make_strategy
+    assert callbacks.TrainingHealth.__name__ == "TrainingHealth"
+    assert dict(strategies) == entries
+    strategies.register("mp_hsdp", own, override=True)
+    del strategies["mp_ddp"]
+    registry.register()
+    assert strategies["mp_hsdp"]["strategy"] is own
+    assert strategies["mp_ddp"]["strategy"] is not entries["mp_ddp"]["strategy"]
+    assert type(strategies.get("mp_ddp")) is type(make_strategy("ddp", _plan()))
+    register_plan("mine", _plan())
+    strategies.register("mp_hsdp@mine", own, override=True)
+    first = strategies["mp_ddp@mine"]
+    register_plan("mine", _plan())
+    assert strategies["mp_hsdp@mine"]["strategy"] is own
+    assert strategies["mp_ddp@mine"] is not first
+
+
+def test_a_public_name_is_looked_up_once() -> None:
+    for package, names in ((lightning_mp, lightning_mp.__all__), (callbacks, callbacks.__all__)):
+        for name in names:
+            assert getattr(package, name) is vars(package)[name]
 
 
 ORDERS = {
