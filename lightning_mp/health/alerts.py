@@ -80,7 +80,7 @@ class AlertSettings:
     scale_window: int = 16
     #: times the median, or a part of it as small. Measured: scales of inputs and weights stay within 2.2 times ...
     scale_ratio: float = 8.0
-    #: ... those of gradients are up to 34 times off for one batch, and back: so many in a row have to be that far off
+    #: ... one sample moves a gradient's by up to 34 times: so many in a row have to be that far off
     scale_patience: int = 3
 
     #: readings left out at the start: compilation, caches
@@ -379,9 +379,9 @@ class LossPlateau(Rule):
     """Nothing moves for a window, or the loss is flat for one while the gradient norm does not fall.
 
     Nothing moves if gradients are zero though the loss is not, or if the update ratio is next to nothing. This is a
-    warning. Where weights still move, a flat loss is saturated learning: info, once a run. A gradient norm that falls
-    is convergence. A rate that changes is a schedule at work: weights that do not move are its doing, and a flat loss
-    is judged only after warm-up.
+    warning. A flat loss of weights that still move is saturated learning: info, once a run. A gradient norm that falls
+    is convergence. A rate that changes is a schedule at work: it may have stopped the weights. A flat loss is judged
+    only after warm-up.
     """
 
     kind, reads = "loss_plateau", metric_names.LOSS

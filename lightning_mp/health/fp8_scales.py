@@ -18,19 +18,19 @@ from lightning_mp.health.measurement import Layout, Measured, Values
 from lightning_mp.modules import fp8
 from lightning_mp.modules.fp8 import ROLES, Role
 
-#: one reading in so many has scales, because each costs a pass over what a layer multiplies
+#: every so-many-th reading has scales, because each costs a pass over a layer's input, weight and gradient
 READINGS_BETWEEN = 2
-#: scales by the layer's name and what is scaled
+#: scales by the layer's name and the tensor that is scaled
 Scales = Mapping[tuple[str, Role], float]
 _PREFIX = "fp8_scale"
-#: the magnitude of what this rank has not seen
+#: stands for a tensor that this rank has not seen
 _UNSEEN = -1.0
 
 
 class FP8Scales:
     """The scales of all FP8 layers below ``module``, over all ranks; without such layers it reads nothing.
 
-    A scale is that of a whole tensor. Under a recipe with a scale for each row it is the smallest of them.
+    Each tensor has one scale. Under a recipe with a scale for each row it is the smallest of them.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, world: int) -> None:
@@ -55,7 +55,7 @@ class FP8Scales:
         self._readings += 1
 
     def stop(self) -> None:
-        """Collect no longer, and drop what was collected."""
+        """Stop collecting, and drop what was collected."""
         self._weights = None
         if self._running is not None:
             self._running.magnitudes.take()

@@ -158,8 +158,9 @@ def by_formula(
         found = {**found, **estimated} if name.startswith("deepspeed") else {**estimated, **found}
         notes.append("by the formula of a decoder with AdamW")
     except (PlanError, TypeError) as error:
-        has_fields = config is not None and isinstance(error, PlanError)
-        cause = error.faults[0].problem if has_fields else "no transformers config"
+        cause = "no transformers config"
+        if config is not None and isinstance(error, PlanError):
+            cause = error.faults[0].problem
         notes.append(f"{cause}: activations are not counted, and the optimizer is taken for AdamW")
     found["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     parts = {part: round(found.get(part, 0)) for part in PARTS}
