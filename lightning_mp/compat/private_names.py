@@ -57,7 +57,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "torch:ddp": {
         "torch.distributed": "_register_comm_hook",
-        "torch.nn.parallel:DistributedDataParallel": "_comm_hooks",
+        "torch.nn.parallel:DistributedDataParallel": "_comm_hooks _sync_buffers",
     },
     "torch:fake": {
         "torch:UntypedStorage": "_cdata",

@@ -25,6 +25,21 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------ DDP
 
 
+def ddp_buffers_outside_autocast(ddp: Any, device_type: str) -> AbstractContextManager[None]:
+    """Within, DDP broadcasts buffers with autocast off.
+
+    Lightning enters autocast around DDP's forward, in which buffers are put into one flat tensor. Autocast knows one
+    half format, and raises at a buffer in the other one.
+    """
+    sync = ddp._sync_buffers
+
+    def sync_buffers() -> None:
+        with torch.autocast(device_type, enabled=False):
+            sync()
+
+    return patched(ddp, _sync_buffers=sync_buffers)
+
+
 def register_comm_hooks(model: Any) -> bool:
     """Give DDP's reducer, which is new, the communication hooks that the last one had; whether there are any."""
     for hook, state in model._comm_hooks:

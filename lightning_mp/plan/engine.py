@@ -570,6 +570,8 @@ class EagerEngine(StepEngine):
         if isinstance(model, DistributedDataParallel):
             self._ddp, self.reduces = model, "DDP"
             self._set_reduce_dtype(model)
+            outside = sharding_compat.ddp_buffers_outside_autocast(model, self.device.type)
+            self._connected.enter_context(outside)
 
     def _set_reduce_dtype(self, ddp: DistributedDataParallel) -> None:
         """Have DDP, which sums each gradient in its own dtype, sum all in ``reduce_dtype``; float64 stays as it is."""

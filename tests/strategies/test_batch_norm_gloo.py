@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_mp.compat.lightning import ModelParallelStrategy
 from lightning_mp.errors import Faults
+from lightning_mp.numerics.dtypes import TORCH_DTYPES
 from lightning_mp.plan import for_strategy
 from support.cells import WHOLE
 from support.comparing import of_training, same
@@ -48,6 +49,23 @@ def test_synchronized_batch_norms_are_those_of_the_whole_batch(ranks: Ranks, hos
         assert same(one["tensors"], alone["tensors"], of_training(mode, RATE, STEPS, summands=64, update=10.0))
         assert one["classes"] >= {"BatchNorm1d", "BatchNorm2d"}
         assert one["hooked"] == alone["hooked"] == STEPS
+
+
+OTHER_HALF = {"bf16-mixed": "fp16", "16-mixed": "bf16"}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("host", ["ddp", "fsdp2", pytest.param("zero1", marks=slow)])
+def test_a_norm_that_is_pinned_to_the_other_half_format_trains_as_on_one_device(ranks: Ranks, host: str) -> None:
+    """DDP puts its buffers into one tensor within its forward, where autocast knows one half format."""
+    # the statistics are rounded to half precision in every step
+    within = of_training("bf16-true", RATE, STEPS, summands=64, update=10.0)
+    for mode, half in OTHER_HALF.items():
+        pins = {"BatchNorm*": half}
+        alone = run("single", mode, Normed(), pins=pins)["tensors"]
+        for each in ranks.call(run_on, host, mode, sync_batchnorm=True, pins=pins):
+            assert each["tensors"]["net.1.running_mean"].dtype == TORCH_DTYPES[half]
+            assert same(each["tensors"], alone, within)
 
 
 def test_on_one_device_there_is_nothing_to_synchronize() -> None:
