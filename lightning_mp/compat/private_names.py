@@ -4,6 +4,7 @@
 """
 
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,8 +12,8 @@ from types import CodeType
 from typing import Any
 
 #: By what a run needs ("torch" is needed by every run, "torch:sharding" by FSDP2 and FSDP1 alone): the owners
-#: ("module" or "module:Class") and the names that are used of each. A name of a class may be an
-#: attribute that only its methods set.
+#: ("module" or "module:Class", or two such alternatives "new|old") and the names that are used of each. A name of a
+#: class may be an attribute that only its methods set.
 PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "torch": {
         "torch": "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _foreach_copy_ _foreach_mul_"
@@ -26,7 +27,8 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "torch.amp.grad_scaler": "OptState",
         "torch.amp:GradScaler": "_growth_tracker _per_optimizer_states _scale",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "CheckpointImpl CheckpointWrapper",
-        "torch.distributed.checkpoint._fsspec_filesystem": "FsspecReader FsspecWriter",
+        "torch.distributed.checkpoint.fsspec_filesystem|torch.distributed.checkpoint._fsspec_filesystem": "FsspecReader"
+        " FsspecWriter",
         "torch.distributed.checkpoint.default_planner": "_EmptyStateDictLoadPlanner",
         "torch.distributed.checkpoint.state_dict_loader": "_load_state_dict",
         "torch.nn.modules.batchnorm": "_BatchNorm",
@@ -83,7 +85,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed": {
         "torch._C._nn": "linear",
-        "deepspeed.runtime.engine:DeepSpeedEngine": "_cast_module_mixed_precision was_step_applied",
+        "deepspeed.runtime.engine:DeepSpeedEngine": "_cast_module_mixed_precision _get_ckpt_name was_step_applied",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "fp16_groups fp32_partitioned_groups_flat",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": "_link_all_hp_params"
         " _restore_from_bit16_weights _update_model_bit16_weights bit16_groups bit16_groups_flat"
@@ -104,13 +106,18 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
 
 
 def missing_names(need: str) -> list[str]:
-    """Return the dotted names of ``PRIVATE_NAMES[need]`` that the installed release lacks; import their modules."""
-    return [
-        f"{owner.replace(':', '.')}.{name}"
-        for owner, names in _owners_of(need)
-        for name in names.split()
-        if not _has(owner, name)
-    ]
+    """Return the dotted names of ``PRIVATE_NAMES[need]`` that the installed release lacks.
+
+    The modules of the names are imported, without their deprecation warnings.
+    """
+    missing = list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for owners, names in _owners_of(need):
+            for name in names.split():
+                if not any(_has(owner, name) for owner in owners.split("|")):
+                    missing.append(f"{owners.partition('|')[0].replace(':', '.')}.{name}")
+    return missing
 
 
 def _owners_of(need: str) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -287,12 +288,15 @@ CAST_NAME = "Module.type.<locals>.<lambda>"
 
 
 def shard_storage(path: str, *, writes: bool = False) -> Any:
-    """What torch.distributed.checkpoint reads or writes a folder with, on the disk or behind a protocol of fsspec's."""
+    """Return the reader or writer of torch.distributed.checkpoint for a folder on the disk or behind fsspec."""
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-    kinds: Any = (FsspecReader, FsspecWriter) if "://" in path else (FileSystemReader, FileSystemWriter)
-    return kinds[writes](path)
+    if "://" not in path:
+        return FileSystemWriter(path) if writes else FileSystemReader(path)
+    # The module is public since torch 2.15, where its private name warns.
+    public = find_spec("torch.distributed.checkpoint.fsspec_filesystem") is not None
+    folder: Any = import_module(f"torch.distributed.checkpoint.{'' if public else '_'}fsspec_filesystem")
+    return folder.FsspecWriter(path) if writes else folder.FsspecReader(path)
 
 
 def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:

@@ -534,7 +534,8 @@ def reset_units(model: nn.Module) -> None:
         if reset is not None and _state(unit)._is_root:
             reset()
     for parameter in _sharded_below(model):
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # a property since torch 2.15
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
 
