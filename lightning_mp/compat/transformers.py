@@ -4,7 +4,8 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from copy import copy
+from typing import Any, cast
 
 from torch import nn
 
@@ -51,6 +52,25 @@ def initialiser(module: nn.Module) -> Callable[[nn.Module], Any] | None:
 def checkpointing_function(module: nn.Module) -> Any:
     """What runs the module's blocks where ``gradient_checkpointing`` is on."""
     return getattr(module, "_gradient_checkpointing_func", None)
+
+
+def is_cache(value: object) -> bool:
+    """Whether it is a key-value cache of transformers, or a layer of one."""
+    return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
+
+
+def copied_cache(cache: Any) -> Any:
+    """Return a cache with the same tensors, to which a forward can add without changing ``cache``."""
+    copied = copy(cache)
+    for name, value in vars(cache).items():
+        if is_cache(value):
+            setattr(copied, name, copied_cache(value))
+        elif isinstance(value, list):
+            layers = cast("list[Any]", value)
+            setattr(copied, name, [copied_cache(layer) if is_cache(layer) else layer for layer in layers])
+        elif isinstance(value, dict):
+            setattr(copied, name, dict(cast("dict[Any, Any]", value)))
+    return copied
 
 
 def conv1d() -> tuple[type[nn.Module], ...]:

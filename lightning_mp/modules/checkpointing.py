@@ -1,5 +1,6 @@
 """Activation checkpointing by module: recompute in the backward pass what the plan does not keep."""
 
+import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,13 +15,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_mp.compat import torch as compat
 from lightning_mp.compat.torch_fake import is_fake
-from lightning_mp.errors import Faults, did_you_mean
+from lightning_mp.compat.transformers import copied_cache, is_cache
+from lightning_mp.errors import Faults, PlanError, did_you_mean
 from lightning_mp.modules.patterns import (
     Swapped,
     called_in,
     check_changeable,
     covering,
     named_submodules,
+    original_class,
     swap_in,
     swap_out,
 )
@@ -77,6 +80,8 @@ class CheckpointedForward(Swapped):
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
 
+#: in an error of torch's that says that two tensors do not go together
+_OF_SIZES = re.compile("size|shape|dimension|out of range|out of bounds")
 #: the name of a module, the key of its buffer, and whether it is training
 _Place = tuple[str, str, bool]
 
@@ -90,7 +95,9 @@ class _WithBuffers:
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], save_ops: frozenset[str] | None) -> None:
-        self._run, self._done = run, False
+        self._run, self._done, self._name = run, False, original_class(module).__name__
+        #: by position or keyword, copies of transformers' caches among the arguments, as they were given
+        self._caches: dict[int | str, Any] = {}
         self._modes = (nullcontext(), nullcontext()) if save_ops is None else _selective_contexts(save_ops)
         # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
         self._dtype = torch.get_default_dtype()
@@ -107,9 +114,31 @@ class _WithBuffers:
         self._copies = {place: _copied(self._before[place][1]) for place in may_change}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # the mode is the inner one: it allows no operator again that the forward had not
-        with self._again() if self._done else self._first(), _under_way(), self._modes[self._done]:
-            return self._run(*args, **kwargs)
+        """Run the forward, or run it again.
+
+        Raises:
+            PlanError: it fails in the recomputation alone.
+        """
+        if not self._done:
+            given = dict(enumerate(args)) | kwargs
+            self._caches = {key: copied_cache(value) for key, value in given.items() if is_cache(value)}
+            with self._first(), _under_way(), self._modes[0]:
+                return self._run(*args, **kwargs)
+        # a cache has grown since: what is computed again finds it as it was
+        caches = {key: copied_cache(value) for key, value in self._caches.items()}
+        args = tuple(caches.get(index, value) for index, value in enumerate(args))
+        kwargs = {key: caches.get(key, value) for key, value in kwargs.items()}
+        try:
+            # the mode is the inner one: it allows no operator again that the forward had not
+            with self._again(), _under_way(), self._modes[1]:
+                return self._run(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or _OF_SIZES.search(str(error)) is None:
+                raise
+            raise PlanError.of(
+                f"checkpointing of a {self._name}, whose forward failed when it was run again: {error}",
+                "leave it out of checkpointing=, or give it nothing that it changes, such as a cache",
+            ) from error
 
     @contextmanager
     def _first(self) -> Generator[None, None, None]:
