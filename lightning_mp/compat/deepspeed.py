@@ -289,6 +289,18 @@ def gathered_changes_told(parameter: Any, tell: Callable[[], None]) -> AbstractC
     return patched(parameter, partition=partition)
 
 
+def gathered_to_write(module: nn.Module) -> AbstractContextManager[Any]:
+    """Within, the module's split parameters are whole; what rank 0 writes to them is kept. Every rank enters it.
+
+    Those that the program has gathered already are left to it, as DeepSpeed gathers none twice.
+    """
+    from deepspeed.runtime.zero import GatheredParameters, partition_parameters
+
+    depth = partition_parameters.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
+    split = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
+    return GatheredParameters([one for one in split if not getattr(one, depth, 0)], modifier_rank=0)
+
+
 def gathers_counted(count: Callable[[int], None]) -> AbstractContextManager[None]:
     """Within, ``count(1)`` is called where a ``GatheredParameters`` begins, and ``count(-1)`` where it ends."""
     from deepspeed.runtime.zero import GatheredParameters

@@ -35,6 +35,7 @@ from lightning_mp.compat.lightning import (
 )
 from lightning_mp.compat.torch import INNER_SCHEDULERS, load_own_tensors
 from lightning_mp.deepspeed import merge
+from lightning_mp.deepspeed.adapters import gather_to_merge
 from lightning_mp.deepspeed.engine import ZeroEngine, refuse
 from lightning_mp.deepspeed.read import SUBJECT, JsonLike, load_json
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
@@ -318,6 +319,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             gathered = {id(one) for one in model.parameters() if compat.gather_as(one, dtypes.get(id(one)))}
             self._engine.halves = {key: name for key, name in names.items() if key in gathered}
             compat.reduce_as_stored(zero)
+            gather_to_merge(model)
         return engine, zero
 
     @property
