@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's, on two ranks: a bad step on one rank is everybody's skip, a second pass is refused."""
+"""Optimizers that are not torch's, on two ranks: a bad step of one is skipped by all, a second pass is refused."""
 
 from functools import partial
 from typing import Any
