@@ -195,8 +195,8 @@ class PlanBase:
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Have torchao's optimizer states and quantized weights saved in a form that every strategy can load."""
         if "torchao" in sys.modules:  # else there are none
-            for key in ("state_dict", "optimizer_states"):
-                checkpoint[key] = map_tensors(checkpoint.get(key), loadable_anywhere)
+            for key in checkpoint.keys() & {"state_dict", "optimizer_states"}:
+                checkpoint[key] = map_tensors(checkpoint[key], loadable_anywhere)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``.
