@@ -64,10 +64,10 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     if arguments:
         sources = {name: getattr(context.get_parameter_source(name), "name", "") for name in context.params}
         given = {name for name, source in sources.items() if source == "COMMANDLINE"}
-        if others := sorted(given - {"arguments", "gpu", "as_json", "config_dir"}):
+        if others := sorted(given - {"arguments", "gpu", "gpus", "as_json", "config_dir"}):
             said = ", ".join(f"--{name.replace('_', '-')}" for name in others)
             refuse("advise", f"{said} next to a CONFIG, which says all but --gpu: set it there, or leave CONFIG out")
-        _advise_run(arguments, gpu, config_dir or [], as_json=as_json)
+        _advise_run(arguments, gpu, gpus if "gpus" in given else None, config_dir or [], as_json=as_json)
         return
     from lightning_mp.planner import advise as ask
 
@@ -85,8 +85,11 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
             typer.echo(f"written: {out}; run it: lightning-mp train {out}", err=as_json)
 
 
-def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_json: bool) -> None:
-    """The memory of the run that a config describes, without its callbacks, on a GPU."""
+def _advise_run(arguments: list[str], gpu: str, gpus: int | None, config_dirs: list[Path], *, as_json: bool) -> None:
+    """Print the memory of the run that a config describes, without its callbacks, on a GPU.
+
+    ``gpus`` is the number of devices if the config leaves it to the machine; ``None`` takes those of this machine.
+    """
     parts = load_parts()
     from lightning_mp.planner.memory import USABLE
     from lightning_mp.planner.predict import LEFT_OUT, MOST_ROWS, fits, predict_memory, rows_of
@@ -103,7 +106,7 @@ def _advise_run(arguments: list[str], gpu: str, config_dirs: list[Path], *, as_j
                 faults.add("the data hold no batch", fix="look at the data section")
                 faults.raise_if_any()
             trainer, rows = regime.trainer, rows_of(batch)
-            devices = _count(trainer.get("devices"), faults) * (trainer.get("num_nodes") or 1)
+            devices = _count(trainer.get("devices"), gpus, faults) * (trainer.get("num_nodes") or 1)
             written = config.get("strategy") or {}
             name = str(written.get("name", written.get("_target_", "auto")))
             given = {key: value for key, value in trainer.items() if key not in {*LEFT_OUT, "strategy", "devices"}}
@@ -141,16 +144,29 @@ def _show_memory(prediction: MemoryPrediction, title: str) -> None:
     typer.echo("\n".join([f"By: {prediction.method}", *prediction.notes]))
 
 
-def _count(given: Any, faults: Faults) -> int:
-    """How many devices ``trainer.devices`` names; as many as are here, and one at least, where it is -1 or "auto"."""
+def _count(given: Any, gpus: int | None, faults: Faults) -> int:
+    """Return how many devices ``trainer.devices`` names.
+
+    For -1 and "auto" it is ``gpus``; if that is ``None``, as many as are here, and one at least.
+
+    Raises:
+        PlanError: no number of devices, or ``gpus`` beside one.
+    """
     import torch
 
+    if given in (None, "auto", -1, "-1"):
+        if gpus is None:
+            return max(1, torch.cuda.device_count())
+        faults.whole("--gpus", gpus, 1, "write a positive whole number")
+        faults.raise_if_any()
+        return gpus
+    if gpus is not None:
+        faults.add(f"--gpus {gpus} next to trainer.devices={given!r}", fix=f"write trainer.devices={gpus}")
+        faults.raise_if_any()
     if isinstance(given, str) and "," in given:
         given = [part for part in given.split(",") if part.strip()]
     if isinstance(given, list):
         return len(cast("list[Any]", given))
-    if given in (None, "auto", -1, "-1"):
-        return max(1, torch.cuda.device_count())
     given = int(given) if str(given).strip().isdigit() else given
     faults.whole("trainer.devices", given, 1, "write a number, -1 or auto")
     faults.raise_if_any()

@@ -75,10 +75,25 @@ def test_a_config_is_predicted_or_it_is_said_why_not(changes: dict[str, str], sa
     assert said in found.stdout
 
 
+def test_gpus_counts_the_devices_that_a_config_leaves_to_the_machine(tmp_path: Path) -> None:
+    config = write(tmp_path, PLAIN)
+    counts = {
+        "trainer.devices=auto --gpus 4": 4,
+        "trainer.devices=-1 --gpus 2": 2,
+        "trainer.devices=3": 3,
+    }
+    for arguments, devices in counts.items():
+        result = _advise(config, "strategy=fsdp2", "--json", *arguments.split())
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["devices"] == devices
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--gpus 4 --price 2", "--gpus, --price next to a CONFIG"),
+        ("--tokens 4e9 --price 2", "--price, --tokens next to a CONFIG"),
+        ("--gpus 4 trainer.devices=2", "Write trainer.devices=4"),
+        ("--gpus 0 trainer.devices=auto", "--gpus=0"),
         ("--gpu h100", "h100-80"),
         ("trainer.devices=abc", "trainer.devices='abc'"),
         ("data.rows=0", "The data hold no batch"),
