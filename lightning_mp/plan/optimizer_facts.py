@@ -70,6 +70,11 @@ def rounds_at_random(optimizer: Any) -> bool:
     return any("stochastic_round" in str(name) and value is True for each in options for name, value in each.items())
 
 
+def needs_whole_parameters(name: str) -> bool:
+    """True if an optimizer of this class name cannot step pieces of flat tensors."""
+    return name.lower() in _WHOLE | _TOGETHER
+
+
 def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
     """Note an optimizer that is known to be unable to step on ``shards``."""
     if shards == "DTensors" and not any(isinstance(parameter, DTensor) for parameter in grads.parameters_of(optimizer)):
