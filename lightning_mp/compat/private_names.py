@@ -47,9 +47,11 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         " unsharded_accumulated_grad",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": "_reshard_after_forward_event"
         " _to_sharded _to_unsharded _training_state device_handle fsdp_params is_sharded is_unsharded post_backward"
-        " unshard wait_for_unshard",
-        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_is_root _lazy_init _mp_policy _pre_backward",
+        " post_forward unshard wait_for_unshard",
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_is_root _lazy_init _mp_policy _pre_backward"
+        " _pre_forward _training_state",
         "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
+        "torch.distributed.fsdp._dynamo_utils": "_is_fsdp_managed_module",
         "torch.distributed.fsdp:FullyShardedDataParallel": "_flat_param _fsdp_wrapped_module",
         "torch.distributed.fsdp._flat_param:FlatParameter": "_params",
         "torch.distributed.tensor:DTensor": "_local_tensor",

@@ -393,6 +393,8 @@ class UnusedParameters:
         self._names = {one: names.get(id(one.sharded_param), "") for one in _sharded_below(model)}
         #: of each group, the forwards that no backward pass has come to yet: each may end in a reduction
         self._left = dict.fromkeys(self._groups, 0)
+        #: groups of which a forward in this step did nothing
+        self._passed = set[Any]()
         self._forget()
         for group in self._groups:
             self._watch(group, group.pre_forward, group.post_backward)
@@ -409,8 +411,14 @@ class UnusedParameters:
 
         def post_backward(*hook: Any) -> None:
             self._left[group] -= 1
+            last = self._left[group] <= 0
+            if group in self._passed and not last and group.reduce_grads:
+                # Where every forward ran, the gradients come with the last one: they are reduced once there as well.
+                with patched(group, reduce_grads=False):
+                    reduce(*hook)
+                return
             if group.reduce_grads:
-                self._complete(group, last=self._left[group] <= 0)
+                self._complete(group, last=last)
             reduce(*hook)
 
         group.pre_forward, group.post_backward = pre_forward, post_backward
@@ -418,6 +426,10 @@ class UnusedParameters:
     def release(self) -> None:
         """Let go of the units."""
         _unpatch(self._groups, "pre_forward", "post_backward")
+
+    def note_passed(self, unit: nn.Module) -> None:
+        """Note that a forward of the unit does nothing on this rank, and may run on another one."""
+        self._passed.update(_groups_of(unit))
 
     def _complete(self, group: Any, *, last: bool) -> None:
         """Put zeros where this rank has no gradient, before the unit's are reduced."""
@@ -442,6 +454,7 @@ class UnusedParameters:
         A unit that another rank ran and this one did not, whose weights were then mistaken for others, is a PlanError.
         """
         self._left = dict.fromkeys(self._groups, 0)
+        self._passed.clear()
         if not self._reduced:
             return
         flags = torch.tensor([parameter in self._used for parameter in self._names], dtype=torch.uint8)
@@ -548,6 +561,42 @@ def make_root(unit: Any) -> None:
 def before_backward_from(loss: Tensor, unit: Any) -> None:
     """Have the unit gathered when a backward pass comes to ``loss``."""
     loss.register_hook(_state(unit)._pre_backward)
+
+
+def seen_as_whole(module: nn.Module) -> AbstractContextManager[None]:
+    """Within, code that asks whether FSDP manages the module, as transformers does, is told that it does not.
+
+    transformers runs layers there that LayerDrop leaves out: wav2vec2 would train without it.
+    """
+    return patched(module, _is_fsdp_managed_module=False)
+
+
+def enter_unit(unit: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
+    """Begin a forward of the unit that does nothing: gather its weights; return its inputs, as autograd sees them."""
+    inputs, _ = _state(unit)._pre_forward(unit, tuple(tensors), {})
+    return list(inputs)
+
+
+def leave_unit(unit: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
+    """End a forward of the unit; return its outputs, at which a backward pass gathers its weights once more."""
+    state = _state(unit)
+    for group in _groups_of(unit):
+        group.post_forward(unit, None, None)
+    state._training_state = type(state._training_state).IDLE
+    if not torch.is_grad_enabled():
+        return tensors
+    trained = any(parameter.requires_grad for parameter in unit.parameters())
+    if trained and tensors and not any(tensor.requires_grad for tensor in tensors):
+        # the output of a unit that ran would need a gradient because of its weights
+        tensors = [tensors[0] + tensors[0].new_zeros((), requires_grad=True), *tensors[1:]]
+    outputs = list[Tensor]()
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(state._pre_backward)
+            # a clone: torch drops the hook of a view that is changed in place, and hooks of units around come first
+            tensor = tensor.clone()  # noqa: PLW2901
+        outputs.append(tensor)
+    return outputs
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

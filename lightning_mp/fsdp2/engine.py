@@ -24,6 +24,7 @@ from lightning_mp.compat import torch_sharding as sharding_compat
 from lightning_mp.compat.torch import in_backward, is_compiled
 from lightning_mp.compat.torch_sharding import ranks_apart
 from lightning_mp.errors import Fault, PlanError, counted, pinning
+from lightning_mp.fsdp2.skipped_units import SkippedUnits
 from lightning_mp.modules.half_weights import reads_no_value
 from lightning_mp.modules.patterns import original_class, plain_name
 from lightning_mp.numerics import grads
@@ -46,6 +47,7 @@ class ShardedEngine(StepEngine):
     _flat_groups: grads.Groups = ()
     _unused: sharding_compat.UnusedParameters | None = None
     _reads: ShardReads | None = None
+    _skipped: SkippedUnits | None = None
 
     def prepare(self, module: nn.Module) -> None:
         """Change the module as the base class does.
@@ -72,7 +74,7 @@ class ShardedEngine(StepEngine):
         self._flat_groups = flat_groups(model)
         self.steps = (("flat pieces", "sharded parameters"),) if self._flat_groups else ShardedEngine.steps
         super().connect(model, optimizers)
-        self._unused = self._reads = None
+        self._unused = self._reads = self._skipped = None
         self._connected.callback(sharding_compat.Writes(model).release)
         if optimizers:
             self._connected.callback(sharding_compat.sync_hooks_and_requires_grad(model))
@@ -86,10 +88,15 @@ class ShardedEngine(StepEngine):
             units: dict[str, Any] = {plain_name(name): part for name, part in below if isinstance(part, _UNITS)}
             compiled = any(map(is_compiled, model.modules()))
             self._reads = None if compiled else ShardReads(model, sharding_compat.shards(model))
-            self._connected.callback(FirstForward(model, units, self.device, compiled=compiled).release)
+            first_forward = FirstForward(model, units, self.device, compiled=compiled)
+            self._connected.callback(first_forward.release)
             if optimizers:
                 self._unused = sharding_compat.UnusedParameters(model, self.device)
                 self._connected.callback(self._unused.release)
+            if self._unused is not None and not compiled:
+                notes = first_forward.note, self._unused.note_passed
+                self._skipped = SkippedUnits(model, self.device, notes)
+                self._connected.callback(self._skipped.release)
 
     def on_trained_changed(self) -> None:
         """Raise a RuntimeError within an accumulation window under FSDP1, whose flat gradients would lose it."""
@@ -100,6 +107,12 @@ class ShardedEngine(StepEngine):
     def unscale(self, optimizer: Optimizer) -> None:
         grads.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
+
+    def training_step(self) -> AbstractContextManager[Any]:
+        """As in the base class."""
+        if self._skipped is not None:
+            self._skipped.begin_step()
+        return super().training_step()
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
         """As in the base class; what takes the shape of a sharded weight is seen to in every step."""
@@ -124,7 +137,7 @@ class ShardedEngine(StepEngine):
         if self._module is not None:
             sharding_compat.reset_units(self._module)
         super().release()
-        self._reads = self._unused = None
+        self._reads = self._unused = self._skipped = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the norm over all shards, in fp32."""
@@ -265,10 +278,13 @@ class FirstForward:
         self._names, self._device, self._group = [*units, "the end of the step"], device, group
         self._gathers, self._again = gathers, again
         self._active = False
+        #: how many forwards of the root are under way: a step that calls ``self(x)`` is one, with one inside
+        self._depth = 0
         #: the modes, training or not, of which the first forward was compared
         self._known = set[bool]()
         #: the places in ``_names`` of the units that were entered, in their order
         self._entered: list[int] = []
+        self._places = {id(unit): place for place, unit in enumerate(units.values())}
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
         watched = [(unit, eager(partial(self._enter, place))) for place, unit in enumerate(units.values())]
         before = [*watched, (root, self._begin)]
@@ -280,12 +296,22 @@ class FirstForward:
         while self._hooks:
             self._hooks.pop().remove()
 
+    def note(self, unit: nn.Module) -> None:
+        """Note that a unit is gathered for a forward that does nothing."""
+        self._enter(self._places[id(unit)], unit, ())
+
     def _begin(self, root: nn.Module, _inputs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._active = root.training not in self._known
         self._known.add(root.training)
         self._entered.clear()
 
     def _end(self, root: nn.Module, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
         if self._active or (self._again and root.training):
             self._compare()
         self._active = False
