@@ -54,7 +54,7 @@ from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.for_strategy import check_users_sharding
-from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_gradients, refuse_weights
 
 #: the blocks to compile, the units that are not the root, inner ones first, and tensor-parallel styles by name
 Layout = tuple[list[nn.Module], list[nn.Module], dict[str, ParallelStyle]]
@@ -191,7 +191,9 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
         """Decide how the module is split; ``None`` where it is sharded already."""
         refuse_callbacks(module, "sharded weights", faults)
-        refuse_weights(module, faults, self._options.get("ignored_params") or ())
+        ignored = self._options.get("ignored_params") or ()
+        refuse_weights(module, faults, ignored)
+        refuse_gradients(module, faults, ignored)
         if any(isinstance(part, FSDPModule) for part in module.modules()):  # by configure_model, or a run before
             check_users_sharding(module, engine.policy, engine.pin_map, faults)
             return None

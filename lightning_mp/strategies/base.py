@@ -369,6 +369,24 @@ def refuse_callbacks(module: Any, why: str, faults: Faults) -> None:
             faults.add(f"{name} with {why}", fix=f"remove {name}, or use strategy='mp_ddp'")
 
 
+def refuse_gradients(module: nn.Module, faults: Faults, ignored: Iterable[Any] = ()) -> None:
+    """Add a fault for each weight whose gradients cannot be summed into shards; ``ignored`` ones are not sharded."""
+    left_out = set(map(id, ignored))
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex() and id(parameter) not in left_out:
+            faults.add(
+                f"{name!r}, a complex parameter, with sharded weights, which are gathered and summed as real numbers",
+                fix="keep torch.view_as_real(value) as the parameter, call torch.view_as_complex(weight) in forward, "
+                "or use strategy='mp_ddp'",
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and id(part.weight) not in left_out:
+            faults.add(
+                f"{name!r} with sparse=True, with sharded weights, whose gradients are summed as dense tensors",
+                fix="leave sparse=True out, or use strategy='mp_ddp'",
+            )
+
+
 def refuse_weights(
     module: nn.Module,
     faults: Faults,

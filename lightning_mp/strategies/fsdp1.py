@@ -33,7 +33,7 @@ from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics.dtypes import to_torch
 from lightning_mp.numerics.grads import parameters_of
 from lightning_mp.plan.engine import StepEngine
-from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_weights
+from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_gradients, refuse_weights
 
 _INSTEAD = "use strategy='mp_fsdp2'"
 #: keywords that are refused, and what to do
@@ -96,6 +96,7 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             )
             return None
         refuse_weights(module, faults)
+        refuse_gradients(module, faults)
         dtype_of = engine.stored_dtypes()
         for name, parameter in module.named_parameters():
             if parameter.is_meta:

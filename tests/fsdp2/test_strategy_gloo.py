@@ -191,6 +191,13 @@ class Unfit(Ranked):
         self.logit_scale, self.table = nn.Parameter(torch.tensor(1.0)), nn.Embedding(4, 4, max_norm=0.5)
 
 
+class SparseAndComplex(Ranked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, FEATURES, sparse=True)
+        self.spectrum = nn.Parameter(torch.ones(FEATURES, dtype=torch.complex64))
+
+
 class Penalised(Ranked):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + self.net[0].weight.float().pow(2).sum()
@@ -199,6 +206,7 @@ class Penalised(Ranked):
 WAYS: dict[str, Callable[[], Any]] = {
     "penalty": lambda: _fitted(Penalised(), fsdp2(wrap="Linear")),
     "weights": lambda: _fitted(Unfit(), fsdp2()),
+    "gradients": lambda: _fitted(SparseAndComplex(), fsdp2()),
     "mesh": lambda: _fitted(Ranked(), fsdp2(device_mesh=(2, 2))),
     "several": lambda: _fitted(
         Ranked(), fsdp2(wrap="Blok"), mode="bf16-true", pins={"Lineal": "fp32"}, checkpointing="nothing"
@@ -233,6 +241,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "several": ("3 errors", "pin 'Lineal'", "checkpointing pattern 'nothing'", "wrap= 'Blok'"),
     "meta": ("3 errors", "pin 'Lineal'", "module 'Late'", "module 'net.0'", "reset_parameters"),
     "weights": ("2 errors", "'logit_scale'", "value.view(1)", "'table' with max_norm=0.5"),
+    "gradients": ("2 errors", "'spectrum', a complex parameter", "view_as_real", "'table' with sparse=True", "mp_ddp"),
     "penalty": ("'net.0.weight' used in the step outside of the unit",),
     "second storage": ("6 parameters sharded already", "bf16"),
 }
