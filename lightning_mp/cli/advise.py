@@ -35,7 +35,9 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     arguments: Arguments = None,
     params: Annotated[Number, typer.Option(parser=count, metavar="SIZE", help="7b: a Llama of that size.")] = None,
     config: Annotated[File, typer.Option(help="A transformers config.json instead; --out writes that model.")] = None,
-    gpu: Annotated[str, typer.Option(help="a100-40, a100-80, h100-80, h200-141, v100-32, t4-16, l4-24, …")] = "h100-80",
+    gpu: Annotated[
+        str, typer.Option(help="a100-40, a100-80, h100-80, h200-141, v100-32, t4-16, l4-24 and others.")
+    ] = "h100-80",
     gpus: Annotated[int, typer.Option(help="How many.")] = 8,
     nvlink: Annotated[str, typer.Option(help="full, pairs or none.")] = "full",
     gbps: Annotated[Number, typer.Option(help="Gbit/s of a node to the others.")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
 import json
@@ -14,7 +15,8 @@ from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, cast, get_args, get_origin, get_type_hints
 
 from lightning_mp.cli.words import OPTION, Composer, let_words_win, typed_paths
 from lightning_mp.errors import Faults, MissingExtraError, PlanError, did_you_mean, one_line
@@ -70,6 +72,8 @@ def composed(
     try:
         with _hydra(folders[0], stem, faults, path):
             written = None if path is None else _mapping(path, places, faults)
+            misspelt = {} if path is None or written is None else _misspelt(path, written, places, faults)
+            needed = [name for name in needed if name not in misspelt.values()]
             parsed = _parsed(overrides)
             places.update((each.key_or_group, "on the command line") for each in parsed)
             whole = _composed(stem, written, parsed, folders, places, faults)
@@ -160,6 +164,24 @@ def _mapping(path: Path, places: Places, faults: Faults) -> dict[str, Any]:
     wrong, fix = ("mapping", "write 'plan:' in it") if path.is_file() else ("file", "check the path")
     faults.add(f"config {str(path)!r}, which is no {wrong}", fix=fix)
     return faults.unwrap(None)
+
+
+def _misspelt(path: Path, written: dict[str, Any], places: Places, faults: Faults) -> dict[str, str]:
+    """Note each key of a file that is nearly the name of a section which the file lacks; return these names by key.
+
+    A key that the file refers to, as in ``${plans.large}``, is the user's own. So is every key of a file with a
+    defaults list, whose sections may come from elsewhere.
+    """
+    if "defaults" in written:
+        return {}
+    known = [*_SECTIONS, "seed", "ckpt_path", "run_dir"]
+    missing, text = [name for name in known if name not in written], path.read_text(encoding="utf-8")
+    near: dict[str, str] = {}
+    for key in [key for key in map(str, written) if key not in known and f"${{{key}" not in text]:
+        for name in difflib.get_close_matches(key.lower(), missing, n=1, cutoff=0.8):
+            near[key] = name
+            faults.add(f"unknown key {key}{places.of(key)}", fix=f"did you mean {name!r}?")
+    return near
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
@@ -298,6 +320,7 @@ def _check_calls(value: Any, path: str, faults: Faults) -> None:
         takes, given = signature_of(target), {key: each for key, each in value.items() if not key.startswith("_")}
         any_key = any(each.kind is each.VAR_KEYWORD for each in takes.parameters.values())
         unknown = [] if any_key else [key for key in given if key not in takes.parameters]
+        _check_numbers(given, path, target, faults)
         for key in unknown:
             fix = did_you_mean(key, takes.parameters, "remove it")
             faults.add(f"{path}.{key}, which {target.rpartition('.')[2]} does not take", fix=fix)
@@ -305,6 +328,26 @@ def _check_calls(value: Any, path: str, faults: Faults) -> None:
             _ = unknown or value.get("_partial_") or value.get("_args_") or takes.bind(**given)
         except TypeError as error:
             faults.add(f"{path}: {error}", fix=f"{target} takes {', '.join(takes.parameters)}")
+
+
+def _check_numbers(given: dict[str, Any], path: str, target: str, faults: Faults) -> None:
+    """Note each value of ``given`` that is no number, where Lightning or this package takes nothing but numbers."""
+    if target.partition(".")[0] not in ("lightning", "pytorch_lightning", "lightning_mp"):
+        return
+    located = _located(target)
+    try:
+        hints = get_type_hints(located.__init__ if inspect.isclass(located) else located)
+    except (NameError, TypeError):  # of what is imported for type checkers alone
+        return
+    for key, value in given.items():
+        hint: Any = hints.get(key)
+        kinds: set[Any] = set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}
+        if not kinds <= {int, float, bool, type(None)} or kinds <= {type(None)}:
+            continue
+        if not isinstance(value, (int, float)) and not (value is None and type(None) in kinds):
+            words = {bool: "true", int: "a whole number", float: "a number"}
+            allowed = " or ".join([words[kind] for kind in words if kind in kinds] + ["null"] * (type(None) in kinds))
+            faults.add(f"{path}.{key}={value!r}", allowed=allowed, fix=f"write a number, as in {path}.{key}=1")
 
 
 def signature_of(target: str) -> inspect.Signature:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 def doctor(
     arguments: Arguments = None,
     config_dir: ConfigDirs = None,
-    gpu: Annotated[str, typer.Option(help="The GPU it will run on: t4-16, a100-80, …; else this machine's.")] = "",
+    gpu: Annotated[
+        str, typer.Option(help="The GPU it will run on, such as t4-16 or a100-80; else this machine's.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Say what will go wrong in a run, before it does.
@@ -196,12 +198,17 @@ def env(as_json: Json = False) -> None:
 
     Example: lightning-mp env --json > env.json
     """
+    from lightning_mp.record.run_log import PACKAGES
+
     facts = collect()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
     for name, version in facts["versions"].items():
         typer.echo(f"{name:18} {version}")
+    for name in PACKAGES:
+        if name not in facts["versions"]:
+            typer.echo(f"{name:18} not installed")
     for device in facts["devices"]:
         typer.echo(f"\n{device['device']}: {device['name']}")
         for mode, says in device["modes"].items():

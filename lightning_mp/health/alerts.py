@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 from statistics import fmean, median
 from typing import Any, ClassVar, NamedTuple, cast
 
-from lightning_mp.errors import Faults, is_number, pinning
+from lightning_mp.errors import Faults, is_number
 from lightning_mp.record import metric_names
 from lightning_mp.record.events import KINDS, Event, Kind, Severity
 
@@ -163,9 +163,9 @@ def _known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-#: for an overflow that no loss scale can help; ``{pinned}`` is how modules are pinned in this run
+#: for an overflow that no loss scale can help; ``{pinned}`` is what pins modules in this run
 _BEYOND_FP16 = (
-    "pin the module that the nonfinite events name, as in {pinned} (suggest_pins measures which); or use 'bf16-mixed', "
+    "pin the module that the nonfinite events name, by {pinned} (suggest_pins measures which); or use 'bf16-mixed', "
     "which needs no loss scale"
 )
 #: the likely cause and what to do, by kind of event, or by what was seen where a kind has several causes
@@ -274,7 +274,7 @@ class Rule:
     def event(self, condition: Condition, step: int, under_plan: bool) -> Event:
         """Return the event of ``condition``; its advice names the plan's fields ``under_plan``, else callbacks."""
         cause, advice = _TEXTS[condition.text or self.kind]
-        pinned = pinning(["…"], under_plan=under_plan).partition(", before")[0]
+        pinned = "the plan's pins" if under_plan else "DtypePinning"
         return Event(
             step=step,
             kind=self.kind,

@@ -23,10 +23,6 @@ from lightning_mp.numerics.nonfinite import Origin
 SEARCH_SKIPS = 5
 
 
-_ADVICE = {
-    "loss": "check the loss function and the targets",
-    "after backward": "look at what changes gradients after the backward pass: hooks, and clipping of your own",
-}
 _OVERFLOWS = "; if it is finite, an operation overflows after {!r}: cast to fp32 there, or pin the module around it"
 
 
@@ -70,11 +66,14 @@ class Diagnosis:
         origin = self.origin
         if origin is None:
             return "lower the learning rate, or clip gradients"
-        if origin.phase in _ADVICE:
-            return _ADVICE[origin.phase]
-        if origin.input_bad:
+        if origin.phase == "loss":
+            return "check the loss function and the targets"
+        if origin.phase == "after backward":
+            first = "look at what changes gradients after the backward pass: hooks, and clipping of your own"
+        elif origin.input_bad:
             return "check the data of the batch" + ("" if origin.after is None else _OVERFLOWS.format(origin.after))
-        first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
+        else:
+            first = "check its weights and lower the learning rate" if bad_loss else "clip gradients"
         if not origin.module:  # the root, which no pin covers
             return first
         pin = pinning([origin.module], under_plan=under_plan)

@@ -46,7 +46,7 @@ RunDir = str | os.PathLike[str] | None
 FALLBACK = "lightning_mp_run"
 #: the folders of Trainers to which no run_dir was given, or of the runs that they resume from
 _paths: MutableMapping[Trainer, str] = WeakKeyDictionary()
-_PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao")
+PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao", "hydra-core")
 #: the readings and the events that are kept in memory
 IN_MEMORY = 1000
 #: how many events of a kind there were, as a metric
@@ -192,7 +192,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Of Python, and of the packages that numbers may depend on."""
     installed = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
+    for package in PACKAGES:
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed

@@ -13,7 +13,19 @@ from lightning_mp.cli import app
 HEAVY = ("torch", "lightning", "transformers", "tokenizers", "numpy", "matplotlib")
 
 
-@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
+every_command = pytest.mark.parametrize(
+    "command", [command.name or command.callback.__name__ for command in app.registered_commands]
+)
+
+
+@every_command
+def test_every_help_fits_a_hundred_columns_and_leaves_nothing_out(command: str) -> None:
+    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).output
+    assert max(map(len, said.splitlines())) <= 100
+    assert "…" not in said
+
+
+@every_command
 def test_every_help_has_an_example(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
     assert f"Example: lightning-mp {command}" in " ".join(said.split())

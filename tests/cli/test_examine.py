@@ -3,6 +3,7 @@
 import json
 import platform
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,13 @@ def test_env_prints_one_json_object_with_what_is_installed() -> None:
     assert found["versions"]["python"] == platform.python_version()
     assert found["devices"][-1]["device"] == "cpu"
     assert found == collect()
+
+
+def test_env_says_of_each_extra_whether_it_is_installed() -> None:
+    lines = dict(line.split(maxsplit=1) for line in _run("env").output.partition("\n\n")[0].splitlines())
+    for package in ("transformers", "peft", "deepspeed", "torchao", "hydra-core"):
+        said = version(package) if find_spec(package.replace("-core", "")) else "not installed"
+        assert lines[package] == said
 
 
 def test_every_mode_has_its_line_on_every_device() -> None:

@@ -21,7 +21,18 @@ BAD: dict[str, tuple[tuple[str, str], str, str]] = {
     "missing value": (("width: 4", "width: ???"), "model.width: Missing mandatory value", "model.width=..."),
     "missing argument": (("  width: 4\n", ""), "model: missing a required argument: 'width'", "Net takes width"),
     "interpolation to nowhere": (("width: 4", "width: ${data.row}"), "model.width: Interpolation key 'data.row'", ""),
-    "no model": (("model:", "modell:"), "no model", "choose one of the group"),
+    "no model": (("model:", "xyz:"), "no model", "choose one of the group"),
+    "misspelt model": (("model:", "modell:"), "unknown key modell (run.yaml:3)", "'model'"),
+    "misspelt plan": (("plan:", "plans:"), "unknown key plans (run.yaml:1)", "'plan'"),
+    "misspelt section that is not needed": (("trainer:", "trianer:"), "unknown key trianer (run.yaml:", "'trainer'"),
+    "a word for a number": (("devices: 1", "devices: 1\n  max_epochs: many"), "max_epochs='many'", "max_epochs=1"),
+    "a list for a number": (("devices: 1", "devices: 1\n  num_nodes: [1]"), "trainer.num_nodes=[1]", "num_nodes=1"),
+    "null for a number": (("devices: 1", "devices: 1\n  min_epochs: null\n  num_nodes: null"), "num_nodes=None", "=1"),
+    "a word for a number of a callback": (
+        ("plan:", "callbacks: {x: {_target_: lightning.pytorch.callbacks.ModelCheckpoint, save_top_k: all}}\nplan:"),
+        "callbacks.x.save_top_k='all'",
+        "save_top_k=1",
+    ),
     "no plan": (("plan:", "xyz:"), "no plan", "plan=bf16"),
     "callback that is none": (
         ("plan:", CALLBACK % "{_target_: datetime.date, year: 1, month: 1, day: 1}"),
@@ -66,7 +77,7 @@ ARGUMENTS = {
     "data.more.rows=1": ("Could not override 'data.more.rows'", "+key=value"),
     "seed=abc": ("seed='abc'", "seed=0"),
     "seed=[1": ("the config does not compose", "quotes"),
-    "trainer.max_steps=many": ("trainer: ", "fix the trainer"),
+    "trainer.max_steps=many": ("trainer.max_steps='many'", "trainer.max_steps=1"),
     "run_dir=run.yaml": ("run_dir=run.yaml: ", "choose another"),
 }
 

@@ -229,7 +229,8 @@ def test_alerts_of_a_run_in_fp16(planned: bool, tmp_path: Any) -> None:
     assert pins == {"net.0": "fp32"}
     for kind in ("skip_streak", "scale_collapse"):
         assert "bf16-mixed" in said[kind]
-        assert list(pins_in(said[kind], planned)) == ["…"]  # of which the other one names the module
+        assert ("by the plan's pins (" if planned else "by DtypePinning (") in said[kind]
+        assert "{" not in said[kind]  # the other event names the module
     for mode, given in (("16-mixed", pins), ("bf16-mixed", None)):
         mended = TrainingHealth(tmp_path / mode, report=False)
         fit_pinned(Beyond(), mended, planned, mode, given)
