@@ -8,13 +8,15 @@ from operator import methodcaller
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.compat.torch import version
 from lightning_mp.numerics.grads import local, parameters_of
 
-#: of so many small parameters the values are compared: a write through ``.data`` counts no version
-_SAMPLES = 4
+#: A write through ``.data`` counts no version. So the values of this many parameters are compared, in their first rows,
+#: of this many numbers at most: a copy of whole weights would cost memory in every step.
+_SAMPLES, _SAMPLE_SIZE = 4, 1024
 
 
 class EvaluatedClosure:
@@ -39,7 +41,7 @@ class EvaluatedClosure:
         self._versions = [(parameter, version(parameter)) for parameter in updated]
         dense = [parameter for parameter in updated if parameter.layout is torch.strided]
         smallest = nsmallest(_SAMPLES, dense, key=methodcaller("numel"))
-        self._values = [(parameter, local(parameter).detach().clone()) for parameter in smallest]
+        self._values = [(parameter, _first_numbers(parameter).clone()) for parameter in smallest]
 
     def __call__(self) -> Any:
         """Return the loss of the pass that has run, or of another pass; what ``run_again`` raises is raised."""
@@ -60,5 +62,13 @@ class EvaluatedClosure:
         """True if a weight was written to since the step began; a device sync."""
         if any(version(parameter) != before for parameter, before in self._versions):
             return True
-        unchanged = (torch.allclose(local(now), before, 0, 0, equal_nan=True) for now, before in self._values)
-        return not all(unchanged)
+        pairs = ((_first_numbers(parameter), before) for parameter, before in self._values)
+        return not all(torch.allclose(now, before, 0, 0, equal_nan=True) for now, before in pairs)
+
+
+def _first_numbers(parameter: Tensor) -> Tensor:
+    """Return a view of the first numbers of this rank's part of a parameter, ``_SAMPLE_SIZE`` at most."""
+    numbers = local(parameter).detach()
+    while numbers.dim() > 1 and numbers.numel() > _SAMPLE_SIZE:
+        numbers = numbers[0]
+    return numbers[:_SAMPLE_SIZE] if numbers.dim() else numbers
