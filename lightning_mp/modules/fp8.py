@@ -66,6 +66,7 @@ def select(
     tied = {key for key, places in owners(root).items() if len({id(module) for _, module, _ in places}) > 1}
     layers: list[FP8Layer] = []
     chosen: list[nn.Module] = []
+    other_kinds: list[str] = []
     for name, module in root.named_modules():
         if not name or not isinstance(module, (nn.Linear, *conv1d())):
             layers += [FP8Layer(f"{name}.{key}", False, "kind", shape) for key, shape in _experts(module) if name]
@@ -87,10 +88,14 @@ def select(
         layers.append(FP8Layer(name, reason is None, reason, shape))
         if reason is None:
             chosen.append(module)
+        elif reason == "kind":
+            other_kinds.append(original_class(module).__name__)
     if not chosen:
         listed = "; ".join(table(layers)) or "it has no Linear"
         fix = f"convert small ones by FP8(small='convert'), round dimensions up to a multiple of {rule.multiple}"
         given = f"precision='fp8-mixed' on a model of which nothing can be converted: {listed}"
+        if other_kinds:
+            given += f". A {' or a '.join(dict.fromkeys(other_kinds))} is no torch.nn.Linear, which alone is converted"
         faults.add(given, fix=f"{fix}, or use precision='bf16-mixed'")
     return layers, chosen
 

@@ -125,6 +125,7 @@ def test_adapters_and_what_they_adapt_are_left() -> None:
     ("model", "rule", "says", "fix"),
     [
         (gpt2, FP8(small="convert"), "c_attn (16, 48): kind", "use precision='bf16-mixed'"),
+        (gpt2, FP8(small="convert"), "A Conv1D is no torch.nn.Linear, which alone is converted", ""),
         (llama, FP8(), "2 x model.layers.*.self_attn.q_proj (16, 16): size", "FP8(small='convert')"),
         (nn.Identity, FP8(), "it has no Linear", "bf16-mixed"),
     ],
