@@ -41,9 +41,10 @@ from lightning_mp.deepspeed.read import SUBJECT, JsonLike, load_json
 from lightning_mp.errors import Faults, MissingExtraError, PlanError
 from lightning_mp.fsdp2.units import cannot_initialise, materialize
 from lightning_mp.modules import half_weights
+from lightning_mp.modules.outermost import OutermostCalls
 from lightning_mp.modules.patterns import plain_name
 from lightning_mp.modules.pins import PinMap
-from lightning_mp.numerics.dtypes import HALF, to_torch
+from lightning_mp.numerics.dtypes import HALF, map_tensors, to_torch
 from lightning_mp.plan import optimizer_facts
 from lightning_mp.plan.engine import StepEngine
 from lightning_mp.policy import PrecisionPolicy
@@ -58,9 +59,17 @@ class InsideEngine(ForwardRedirection):
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
+        #: what looks after forward passes between steps, if anything does
+        self.between_steps: OutermostCalls | None = None
 
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
+        if self.between_steps is not None:
+            with self.between_steps.paused():
+                return self._inside(wrapper_module, original_module, method_name, *args, **kwargs)
+        return self._inside(wrapper_module, original_module, method_name, *args, **kwargs)
+
+    def _inside(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         instead = ExitStack()
 
         def step(*inner: Any, **named: Any) -> Any:
@@ -71,6 +80,32 @@ class InsideEngine(ForwardRedirection):
         with instead, torch.autocast(original_module.device.type, enabled=False):
             instead.enter_context(patched(original_module, forward=step))
             return wrapper_module(*args, **kwargs)
+
+
+class HalfWeightsBetweenSteps:
+    """Runs forward passes of hooks and callbacks in the plan's context, as half weights take no fp32 inputs.
+
+    Outputs are fp32, as under DDP, where such a forward is outside of autocast. No rank waits for another one.
+    """
+
+    def __init__(self, module: nn.Module, plan: Any, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self.calls = OutermostCalls(module, self._begin, self._end)
+        self._call = ExitStack()
+        self._in_fp32 = False
+
+    def _begin(self, _module: nn.Module) -> None:
+        self._in_fp32 = not torch.is_autocast_enabled(self._device.type)
+        if self._in_fp32:
+            self._call.enter_context(self._plan.forward_context())
+
+    def _end(self, _module: nn.Module, output: Any) -> Any:
+        self._call.close()
+        return map_tensors(output, self._widen) if self._in_fp32 else None
+
+    @staticmethod
+    def _widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
@@ -292,6 +327,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             compat.halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
         if names:
             self._half_groups = compat.HalfGroups(zero, names, self._compute_dtype)
+            calls = HalfWeightsBetweenSteps(model, plan_of(self), self.root_device).calls
+            cast("InsideEngine", self._forward_redirection).between_steps = calls
+            calls.start()
         return engine, zero
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
@@ -349,6 +387,9 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         super().teardown()
 
     def _release(self, *, gather: bool = True) -> None:
+        between_steps = getattr(self._forward_redirection, "between_steps", None)
+        if between_steps is not None:
+            between_steps.stop()
         if self._half_groups is not None:
             self._half_groups.release(gather=gather)
             self._half_groups = None

@@ -16,15 +16,16 @@ class OutermostCalls:
     """Calls ``before`` and ``after`` around the outermost forward of a module below ``root``.
 
     ``before`` is given the module, ``after`` the module and its output: ``None`` if the forward
-    failed. The recomputation of a forward in a backward pass is no call. In a run the hooks are
-    torch's global ones, so that they cost nothing while they are paused.
+    failed. What ``after`` returns takes the output's place, unless it is ``None``. The recomputation
+    of a forward in a backward pass is no call. In a run the hooks are torch's global ones, so that
+    they cost nothing while they are paused.
     """
 
     def __init__(
         self,
         root: nn.Module,
         before: Callable[[nn.Module], None],
-        after: Callable[[nn.Module, Any], None],
+        after: Callable[[nn.Module, Any], Any],
     ) -> None:
         self._modules = set(root.modules())
         self._before, self._after = before, after
@@ -71,10 +72,11 @@ class OutermostCalls:
             self._before(module)
         self._depth += module is self._outermost
 
-    def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> Any:
         if module is not self._outermost:
-            return
+            return None
         self._depth -= 1
-        if self._depth <= 0:
-            self._outermost, self._depth = None, 0
-            self._after(module, output)
+        if self._depth > 0:
+            return None
+        self._outermost, self._depth = None, 0
+        return self._after(module, output)

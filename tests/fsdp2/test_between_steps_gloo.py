@@ -24,6 +24,7 @@ STRATEGIES: dict[str, Callable[..., dict[str, Any]]] = {
     "fsdp2": partial(HOSTS["fsdp2"], wrap="Block"),
     "hsdp": partial(_ours, "hsdp", wrap="Block", device_mesh=(1, 2), **WAIT),
     "offload": partial(HOSTS["fsdp2"], wrap="Block", cpu_offload=True),
+    "zero2_half": partial(_ours, "deepspeed_zero2_half", timeout=WAIT["timeout"]),
     "by size": partial(HOSTS["fsdp2"], wrap=None),
     "offload by size": partial(HOSTS["fsdp2"], wrap=None, cpu_offload=True),
     "whole blocks": partial(HOSTS["fsdp2"], wrap="Block", reshard_after_forward=False),
@@ -402,3 +403,20 @@ def test_what_a_shard_cannot_take_is_refused_by_its_name(ranks: Ranks) -> None:
         for way, dtype in (("follow", "bf16"), ("set_whole", "fp16")):
             told = (f"teacher.embed.weight is {dtype} in a step", "on_train_batch_end", "test_between_steps_gloo.py")
             assert all(word in said[way] for word in told), said[way]
+
+
+class SamplesInHalf(Samples):
+    """Also writes down in which dtype a hook gets what the model returns."""
+
+    def look(self) -> None:
+        super().look()
+        with torch.no_grad():
+            assert self.net(self.inputs()).dtype == torch.float32
+
+
+def test_a_forward_in_a_hook_works_on_zeros_half_weights(ranks: Ranks) -> None:
+    case = Compared("bf16-mixed", SamplesInHalf, ("zero2_half",))
+    for result in ranks.run(case):
+        expected, sampled = (torch.tensor(result[name]["validated"]) for name in ("ddp", "zero2_half"))
+        # sums of four outputs, of weights that are rounded to bf16, over eight steps
+        assert torch.allclose(sampled, expected, rtol=2**-4, atol=2**-4)
