@@ -245,6 +245,11 @@ def is_partitioned(parameter: object) -> bool:
     return hasattr(parameter, "ds_tensor")
 
 
+def numbers_of_split(parameter: Any) -> int:
+    """Return how many numbers a parameter has that ZeRO-3 has split; 0 for any other."""
+    return parameter.ds_numel if is_partitioned(parameter) else 0
+
+
 def gather_as(parameter: Any, dtype: torch.dtype | None) -> bool:
     """Have modules gather a partitioned parameter in ``dtype``, or in its own (``None``); whether they do.
 

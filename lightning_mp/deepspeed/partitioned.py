@@ -81,7 +81,7 @@ class PartitionedWeights(TorchFunctionMode):
             self._say_empty(args)
         result = func(*args, **(kwargs or {}))
         if (func == _DATA.__get__ or kind == "detach") and isinstance(result, Tensor):
-            result._part_of = self._name(args[0])  # type: ignore[attr-defined]
+            cast("Any", result).lmp_part_of = self._name(args[0])
         return result
 
     def _name(self, value: Any) -> str | None:
@@ -89,7 +89,7 @@ class PartitionedWeights(TorchFunctionMode):
         if isinstance(value, (list, tuple)):
             names = map(self._name, cast("list[Any]", value))
             return next((name for name in names if name is not None), None)
-        return self._names.get(id(value)) or getattr(value, "_part_of", None)
+        return self._names.get(id(value)) or getattr(value, "lmp_part_of", None)
 
     def _say_empty(self, args: Any) -> None:
         tensors = [value for value in args if isinstance(value, Tensor)]

@@ -535,10 +535,9 @@ def _check_optimizer_type(block: Any, faults: Faults) -> None:
 
 def refuse_partitioned(module: nn.Module, weights: Mapping[str, Any]) -> None:
     """Raise a RuntimeError if one of ``weights`` is the empty tensor in place of a parameter that ZeRO-3 split."""
-    parameter: Any
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = weights.get(plain_name(name))
-        if compat.is_partitioned(parameter) and isinstance(value, Tensor) and not value.numel() and parameter.ds_numel:
+        if isinstance(value, Tensor) and not value.numel() and compat.numbers_of_split(parameter):
             refuse(
                 f"on_load_checkpoint put {name!r} of the module's own state_dict() into the checkpoint, with ZeRO-3, "
                 "which holds it in partitions: it is empty there",

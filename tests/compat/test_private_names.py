@@ -19,7 +19,9 @@ ROOT = Path(lightning_mp.__file__).parent
 UNDOCUMENTED = {
     "deepspeed": "bit16_groups bit16_groups_flat cpu_offload cur_scale ds_numel ds_persist ds_process_group ds_shape "
     "ds_tensor fp16_enabled fp16_groups fp32_partitioned_groups_flat get_global_grad_norm get_lp_grad_fragment "
-    "get_param_comm_dtype lp_fragment_address parallel_partitioned_bit16_groups real_dp_process_group "
+    "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR get_param_comm_dtype lp_fragment_address "
+    "parallel_partitioned_bit16_groups real_dp_process_group round_robin_bit16_groups round_robin_bit16_meta "
+    "round_robin_bit16_offsets "
     "single_partition_of_fp32_groups was_step_applied",
     "torch": "all_gather_outputs backward_pass_autocast init_dtype_attrs init_unsharded_param "
     "param_dtype post_backward pre_forward wait_for_unshard",
