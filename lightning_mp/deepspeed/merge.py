@@ -1,8 +1,12 @@
-"""The JSON a DeepSpeed engine gets under a plan: the user's own, merged, or every contradiction at once.
+"""Functions that write DeepSpeed's JSON for a plan, and report contradictions with the user's JSON.
 
-The plan runs DeepSpeed's ZeRO engines as sharders: it enters autocast, casts and scales the loss itself. So the half
-precision engines (``bf16``, ``torch_autocast``) stay off, and ``fp16`` states the plan's loss scaling. For DeepSpeed
-alone they are on: what it would carry out with other numbers is refused, what a JSON has no key for is a comment.
+Under a plan, DeepSpeed's ZeRO engine only shards. The plan enters autocast, casts and scales the
+loss. So the blocks ``bf16`` and ``torch_autocast`` stay off, and ``fp16`` states the plan's loss
+scaling.
+
+``to_deepspeed`` writes a JSON for DeepSpeed without this package. There these blocks are on. A
+field that DeepSpeed would carry out with other numbers is refused. A field without a key in the
+JSON becomes a comment.
 """
 
 from __future__ import annotations
@@ -39,7 +43,10 @@ _OFF = {"enabled": False}
 
 
 def without_unset(value: Any) -> Any:
-    """A deep copy without comments (``_...``) and what is unset; ``optimizer`` and ``scheduler`` stay as they are."""
+    """Return a deep copy of a config without comments (``_...``) and unset values.
+
+    ``optimizer`` and ``scheduler`` are copied with all their values. Tuples become lists.
+    """
     if isinstance(value, (list, tuple)):
         return [*map(without_unset, cast("list[Any]", value))]
     if not isinstance(value, Mapping):
@@ -52,7 +59,7 @@ def without_unset(value: Any) -> Any:
 
 
 def over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config``, with what it leaves out taken from ``defaults``, block by block."""
+    """Return ``config`` with its missing keys taken from ``defaults``, block by block."""
     merged = dict(defaults)
     for key, value in config.items():
         below = merged.get(key)
@@ -61,11 +68,15 @@ def over(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, An
 
 
 def completed(policy: PrecisionPolicy, user: Mapping[str, Any] | None) -> PrecisionPolicy:
-    """``policy`` with the loss scale of the user's JSON, where the plan has the default one, which nobody wrote."""
+    """Return ``policy`` with the loss scale of the user's JSON, if its own equals the default.
+
+    The policy is returned unchanged if the JSON has no loss scale or a wrong one. A default that
+    the user wrote explicitly is replaced, too.
+    """
     block: Any = (user or {}).get("fp16")
     if policy.loss_scaling != LossScaling() or not isinstance(block, Mapping):
         return policy
-    said = check("fp16", without_unset(block))[0]  # ``compose`` says what is wrong with it
+    said = check("fp16", without_unset(block))[0]  # ``compose`` reports its faults
     rule = read.read_rule(said, Faults()) if said.keys() & {"loss_scale", *RULE} else None
     return policy if rule is None else replace(policy, loss_scaling=rule)
 
@@ -80,10 +91,20 @@ def compose(
     offload_parameters: bool = False,
     fp16_supported: bool = True,
 ) -> dict[str, Any]:
-    """The engine's config for a plan of a resolved precision, ``completed``, and a ZeRO stage, with the user's JSON.
+    """Return the engine's config for a plan and a ZeRO stage, merged with the user's JSON.
 
-    Every unknown key, wrong type and contradiction between JSON, plan and strategy is noted, with both values.
-    ``fp16_supported`` says whether DeepSpeed takes fp16 on this device; the plan computes in it either way.
+    Every unknown key, bad value and contradiction between JSON, plan and strategy is added to
+    ``faults``. A config is returned in case of a fault, too.
+
+    Args:
+        policy: a policy whose precision is not ``"auto"``. It is ``completed`` from the JSON first.
+        user: the user's JSON, or ``None``.
+        faults: the faults to add to.
+        stage: the strategy's ZeRO stage.
+        offload_optimizer: put optimizer state on the CPU, unless the JSON names another device.
+        offload_parameters: put parameters on the CPU, unless the JSON names another device.
+        fp16_supported: DeepSpeed accepts fp16 on this device. Otherwise its ``fp16`` block is off,
+            and the plan still computes in fp16.
     """
     given = without_unset(user or {})
     policy = completed(policy, given)
@@ -96,7 +117,8 @@ def compose(
     if policy.compute_dtype == "fp16" and policy.loss_scaling is not None:
         auto_cast = config.get("fp16", {}).get("auto_cast", False)
         fp16 = {"enabled": fp16_supported, "auto_cast": auto_cast, **_said(policy.loss_scaling)}
-    # What agrees is taken out too: the engine would cast, pins included, or refuse what is not its own mode.
+    # The dtypes are removed even if they agree with the plan. The engine would cast pinned weights
+    # as well, or refuse a dtype that is not its own mode's.
     types = {key: value for key, value in config.get("data_types", {}).items() if not key.endswith("_dtype")}
     return {
         "zero_allow_untested_optimizer": True,  # the step is the plan's, whatever the optimizer
@@ -112,10 +134,10 @@ def compose(
 
 
 def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults) -> None:
-    """Note every key that says otherwise than the plan does, with both values."""
+    """Add a fault for every key that contradicts the plan, with both values."""
     blocks = {name: config.get(name, {}) for name in ("fp16", "bf16", "torch_autocast", "data_types")}
     autocast = read.dtype_of(blocks["torch_autocast"].get("dtype"))
-    #: the plan's field, and what a key may say under it
+    #: by key: the plan's field, and the values that agree with it
     rows: dict[str, tuple[str, tuple[Any, ...]]] = {
         "fp16.enabled": ("precision", (policy.compute_dtype == "fp16",)),
         "bf16.enabled": ("precision", (False, policy.precision.startswith("bf16"))),
@@ -146,7 +168,10 @@ def _contradiction(given: str, otherwise: str, faults: Faults) -> None:
 
 
 def _said(rule: LossScaling) -> dict[str, Any]:
-    """The keys that say a loss scale; what DeepSpeed has no number for is left out, and the plan does it."""
+    """Return the keys of the ``fp16`` block for a loss scale.
+
+    A value that DeepSpeed has no number for is left out. The plan carries it out itself.
+    """
     if not rule.dynamic:
         return {"loss_scale": rule.init_scale}
     written: dict[str, Any] = {"loss_scale": 0, **{key: getattr(rule, field) for key, field in RULE.items()}}
@@ -161,12 +186,17 @@ def _said(rule: LossScaling) -> dict[str, Any]:
 
 
 def _zero(zero: dict[str, Any], stage: int, offload: Mapping[str, bool], faults: Faults) -> dict[str, Any]:
-    """``zero_optimization``: the strategy's stage and offloading, with the user's other keys."""
+    """Return ``zero_optimization``: the strategy's stage and offloading, and the user's other keys.
+
+    A stage that does not exist, and every contradiction, is added to ``faults``. ``zero`` is
+    modified.
+    """
     if stage not in (1, 2, 3):
         faults.add(f"stage={stage!r}", allowed="1, 2, 3", fix="choose 'ddp' for training without shards")
     if zero.get("stage", stage) != stage:
         _contradiction(f"zero_optimization.stage={zero['stage']!r}", f"stage={stage!r} in the strategy", faults)
-    # The deprecated flags as the blocks that took their place, which DeepSpeed refuses next to them.
+    # The deprecated flags become the blocks that replaced them, because DeepSpeed refuses both
+    # together.
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if zero.pop(old, False):
             zero.setdefault(new, {"device": "cpu"})
@@ -183,10 +213,17 @@ def _zero(zero: dict[str, Any], stage: int, offload: Mapping[str, bool], faults:
 def add_trainer(
     config: Mapping[str, Any], faults: Faults, *, clip_norm: float | None, accumulate: int, world_size: int
 ) -> dict[str, Any]:
-    """A copy of a config with what the Trainer decides: clipping, accumulation and the batch.
+    """Return a copy of a composed config with the Trainer's clipping, accumulation and batch.
 
-    ``config`` is a composed one. Every value that JSON and Trainer give differently is noted, with both. Clipping that
-    stands in the JSON alone is kept, and the caller clips by it.
+    A fault is added for every value that JSON and Trainer give differently. Clipping that only the
+    JSON has is kept, and the caller must clip by it. If neither has clipping, it is 0 (off).
+
+    Args:
+        config: the result of ``compose``.
+        faults: the faults to add to.
+        clip_norm: the Trainer's ``gradient_clip_val``; ``None`` if it has none.
+        accumulate: the Trainer's ``accumulate_grad_batches``.
+        world_size: the number of ranks.
     """
     own = without_unset(config)
     for key, value, words in (
@@ -198,7 +235,7 @@ def add_trainer(
             faults.add(given, fix=f"write {words.format(own[key])}, or remove {key} from the JSON")
     steps = own.get(_STEPS, accumulate)
     micro = own.get(_MICRO)
-    if micro is None:  # alone, the whole batch says what a part of it is
+    if micro is None:  # then it follows from train_batch_size
         micro, rest = divmod(own.get(_BATCH, steps * world_size), steps * world_size)
         micro = 1 if rest else micro
     product = micro * steps * world_size
@@ -206,12 +243,16 @@ def add_trainer(
         factors = f"{micro} a device x {steps} accumulated x {world_size} devices = {product}"
         given = f"{_BATCH}={own[_BATCH]!r} in the JSON and {factors}"
         faults.add(given, fix=f"write {_BATCH}: {product}, or leave it out")
-    clip = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # left out, DeepSpeed would clip at 1.0
+    clip = own.get(_CLIP, 0.0 if clip_norm is None else clip_norm)  # without the key DeepSpeed clips at 1.0
     return own | {_CLIP: clip, _STEPS: steps, _MICRO: micro}
 
 
 def check_made_by_engine(key: str, block: Any, faults: Faults) -> None:
-    """Note why DeepSpeed cannot make what the JSON's block ``optimizer`` or ``scheduler`` says."""
+    """Add a fault for each reason why DeepSpeed cannot make the JSON's optimizer or scheduler.
+
+    ``key`` is ``"optimizer"`` or ``"scheduler"``. The block needs a ``type``, and no parameter may
+    be unset.
+    """
     if not isinstance(block, Mapping) or not isinstance(cast("Any", block).get("type"), str):
         faults.add(f"{key}={block!r} in the JSON", allowed="{'type': ..., 'params': {...}}", fix="name a type")
         return
@@ -224,7 +265,7 @@ def check_made_by_engine(key: str, block: Any, faults: Faults) -> None:
 
 # ---------------------------------------------------------------------- for DeepSpeed alone
 
-#: how a dynamic scale may differ from DeepSpeed's: what it does otherwise there stands in a comment
+#: by field: a value of a dynamic loss scale that differs from DeepSpeed's, but only adds a comment
 _MAY_DIFFER: Mapping[str, Any] = {"growth_delay": 0, "max_scale": None, "at_min": "hold"}
 _RUN_IT = "run the plan itself, strategy='mp_deepspeed_zero2'"
 
@@ -232,18 +273,23 @@ _RUN_IT = "run the plan itself, strategy='mp_deepspeed_zero2'"
 class DeepSpeedJson:
     """The part of a plan that reads and writes DeepSpeed's JSON."""
 
-    #: what became of every key of the JSON that the plan was read from; ``None`` where it was not
+    #: the outcome for every key of the JSON, if the plan was read from one; else ``None``
     deepspeed_notes: DeepSpeedNotes | None = None
 
     @classmethod
     def from_deepspeed(cls, config: read.JsonLike) -> Self:
-        """A plan from a DeepSpeed JSON: a mapping, an OmegaConf ``DictConfig`` or the path of a file.
+        """Return a plan from a DeepSpeed JSON.
 
-        ``fp16`` is ``"16-mixed"``, ``bf16`` ``"bf16-mixed"``, neither ``"32-true"``; ``"auto"`` that nothing decides is
-        ``"auto"``. ``deepspeed_notes`` says of every key whether the plan took it (``docs/how-to/deepspeed.md``).
+        ``config`` is a mapping, an OmegaConf ``DictConfig`` or the path of a JSON file.
+        An enabled ``fp16`` block becomes ``"16-mixed"``, an enabled ``bf16`` block
+        ``"bf16-mixed"``. ``torch_autocast`` counts as the block of its dtype. Without any,
+        precision is ``"32-true"``, or ``"auto"`` if a block has ``"enabled": "auto"``. The plan's
+        ``deepspeed_notes`` say for every key whether the plan took it
+        (``docs/how-to/deepspeed.md``).
 
         Raises:
-            PlanError: no JSON, or one that asks for formats a plan cannot carry out; every fault is named at once.
+            PlanError: the source is no JSON object, or it asks for formats that a plan cannot carry
+                out. All faults of the keys are named at once.
         """
         policy, notes = read.read_policy(config)
         plan: Self = cast("Any", cls).from_policy(policy)
@@ -261,14 +307,24 @@ class DeepSpeedJson:
         gradient_accumulation_steps: int = 1,
         gradient_clipping: float = 0.0,
     ) -> dict[str, Any]:
-        """The JSON with which DeepSpeed alone does what the plan says; it is written to ``path`` too, if that is given.
+        """Return a JSON with which DeepSpeed, without this package, trains as the plan declares.
 
-        What a DeepSpeed JSON has no key for (pins, TF32, checkpointing, …) stands as lines under ``_comment``.
-        Batch, accumulation and clipping (a norm; 0 is none) go into it as given: DeepSpeed has no Trainer to ask.
+        Fields without a key in DeepSpeed's JSON (pins, TF32, checkpointing, …) become lines under
+        ``_comment``. You carry those out in your own code.
+
+        Args:
+            path: a file to write the JSON to, or ``None``. An existing file is replaced.
+            stage: the ZeRO stage, 1 to 3.
+            offload_optimizer: put optimizer state on the CPU.
+            offload_parameters: put parameters on the CPU, in stage 3 only.
+            train_micro_batch_size_per_gpu: the batch of one device in one micro-batch.
+            gradient_accumulation_steps: micro-batches a step.
+            gradient_clipping: the largest norm of the gradients. 0 is no clipping.
 
         Raises:
-            PlanError: what DeepSpeed would carry out with other numbers (growth and backoff factors, true modes, …);
-                every fault is named at once, and no file is written.
+            PlanError: the precision is ``"auto"``, an argument is wrong, or DeepSpeed would carry
+                out a field with other numbers (growth and backoff factors, true modes, …). All
+                faults are named at once, and no file is written.
         """
         policy: PrecisionPolicy = cast("Any", self).policy
         config: dict[str, Any] = {
@@ -282,7 +338,7 @@ class DeepSpeedJson:
                 raise PlanError([*faults.found, Fault("precision='auto'", fix=f"write a mode, or {_RUN_IT}")], SUBJECT)
             offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
             config |= {"fp16": {}, "bf16": {}, **compose(policy, None, faults, stage=stage, **offload)}
-            # What a plan carries out itself in its own strategies DeepSpeed alone has to be told.
+            # In the package's strategies the plan does this itself. Here DeepSpeed must.
             if policy.compute_dtype == "bf16":
                 config["bf16"] = {"enabled": True, "check_grad_overflow": policy.nonfinite.action == "skip"}
             if policy.buffer_dtype is not None:
@@ -296,9 +352,11 @@ class DeepSpeedJson:
 
 
 def _unsaid(policy: PrecisionPolicy, back: PrecisionPolicy, faults: Faults) -> list[str]:
-    """A line for each field that the JSON reads back otherwise; noted is what DeepSpeed would do with other numbers.
+    """Return a line for each field of the plan that the JSON loses without other numbers.
 
-    The scale's rule: deepspeed/runtime/fp16/loss_scaler.py, DynamicLossScaler.
+    ``back`` is the policy read back from the JSON. A fault is added for each field that DeepSpeed
+    would carry out with other numbers. Its loss scale is ``DynamicLossScaler`` in
+    ``deepspeed/runtime/fp16/loss_scaler.py``.
     """
     wanted, again = policy.to_dict(), back.to_dict()
     wanted["pins"], again["pins"] = {pin.pattern: pin.dtype for pin in policy.pins}, {}

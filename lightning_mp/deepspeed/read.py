@@ -1,7 +1,8 @@
-"""DeepSpeed's JSON: the keys that decide formats, the loss scale or the batch, and the policy that they ask for.
+"""Functions that check DeepSpeed's JSON and turn it into a policy.
 
-The lists are those of DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,precision_config}.py``. What stands below
-other blocks is DeepSpeed's to check.
+Checked are the names of top-level keys and the blocks that decide formats. The lists of keys come
+from DeepSpeed 0.19.8, ``deepspeed/runtime/{config,constants,precision_config}.py``. DeepSpeed
+itself checks the contents of other blocks.
 """
 
 import difflib
@@ -21,29 +22,29 @@ from lightning_mp.policy.pieces import DTYPES
 JsonLike = Mapping[str, Any] | str | PathLike[str]
 
 SUBJECT = "DeepSpeed config"
-#: what gradients are sent in
+#: the key for the dtype of reduced gradients
 SENT = "communication_data_type"
-#: the same where sequences are split over ranks
+#: the key for the dtype of gradients that sequence-parallel ranks reduce
 SENT_BESIDE_SEQUENCES = "seq_parallel_communication_data_type"
 _MODES = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def dtype_of(value: object) -> str | None:
-    """``"fp32"``, ``"bf16"`` or ``"fp16"`` from any of the spellings DeepSpeed knows, else ``None``."""
+    """Return ``"fp32"``, ``"bf16"`` or ``"fp16"`` for any known spelling of one, else ``None``."""
     name = DTYPES.get(value.lower().removeprefix("torch.")) if isinstance(value, str) else None
     return name if name in STORAGE_DTYPES else None
 
 
 def is_unset(value: object) -> bool:
-    """Whether a value counts as not given: ``null``, or Hugging Face's ``"auto"``."""
+    """True if a value counts as not given: ``None``, or Hugging Face's ``"auto"``."""
     return value is None or (isinstance(value, str) and value == "auto")
 
 
 def _is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> bool:
-    return is_number(value) and value == int(value) and least <= value <= most  # 5e8 is one, as in DeepSpeed
+    return is_number(value) and value == int(value) and least <= value <= most  # as in DeepSpeed, 5e8 is an integer
 
 
-#: what a key may hold: how a message says it, and the test of it
+#: by kind of value: the words for it in a message, and the test
 _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "any": ("any value", lambda _: True),
     "bool": ("true, false", lambda value: isinstance(value, bool)),
@@ -53,7 +54,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "object": ("an object, {...}", lambda value: isinstance(value, Mapping)),
     "stage": ("0, 1, 2, 3", lambda value: _is_integer(value, 0, 3)),
     "dtype": ("fp32, bf16, fp16", lambda value: dtype_of(value) is not None),
-    # get_communication_data_type knows the short names only.
+    # DeepSpeed's get_communication_data_type reads only the short names.
     "mean": ("mean, as every strategy averages gradients over ranks", lambda value: value == "mean"),
     "sent": ("fp32, bf16, fp16", lambda value: isinstance(value, str) and value.lower() in STORAGE_DTYPES),
 }
@@ -63,7 +64,7 @@ def _keys(**names: str) -> dict[str, str]:
     return {name: kind for kind, listed in names.items() for name in listed.split()}
 
 
-#: every key of the file (``""``) and of the blocks that decide formats
+#: the keys at top level (``""``) and in each format block, with the kind of their value
 BLOCKS: Mapping[str, Mapping[str, str]] = {
     "": _keys(
         object="""
@@ -74,7 +75,7 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
         number="gradient_clipping",
         sent=SENT,
         mean="gradient_allreduce_op",
-        # comms_config is no key of DeepSpeed's, and common
+        # DeepSpeed does not read comms_config, but many published configs have it.
         any="""
             allgather_size comms_config data_parallel_size dataloader_drop_last datastates_ckpt disable_allgather
             disable_python_gc dump_state gradient_predivide_factor log_level
@@ -94,10 +95,10 @@ BLOCKS: Mapping[str, Mapping[str, str]] = {
     "torch_autocast": _keys(bool="enabled", dtype="dtype", any="lower_precision_safe_modules"),
     "data_types": _keys(dtype="grad_accum_dtype param_dtype buffer_dtype", any="keep_in_fp32_modules"),
 }
-#: of ZeRO's block, what a strategy decides
+#: the keys of the block ``zero_optimization`` that a strategy decides
 _ZERO = _keys(stage="stage", bool="cpu_offload cpu_offload_param", object="offload_optimizer offload_param")
 
-#: the keys of a dynamic loss scale in the fp16 block, and the field of LossScaling that each says
+#: by key of the fp16 block: the field of a dynamic ``LossScaling`` that it sets
 RULE: Mapping[str, str] = {
     "initial_scale_power": "init_scale",
     "loss_scale_window": "growth_interval",
@@ -111,7 +112,8 @@ _REMOVED = (
     *("nebula", "sparse_gradients", "eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"),
     *("curriculum_learning", "progressive_layer_drop"),
 )
-#: what chooses formats instead of the plan, or what DeepSpeed 0.19 refuses, and why
+#: by path: why a key is refused. It chooses a format that the plan decides, or DeepSpeed 0.19
+#: removed it.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(_FORMATS, "precision comes from the plan"),
     **dict.fromkeys(_REMOVED, "DeepSpeed 0.19 removed it"),
@@ -125,7 +127,7 @@ REFUSED: Mapping[str, str] = {
     "zero_optimization.zero_quantized_nontrainable_weights": "the plan says what weights are stored in",
     "zero_optimization.zenflow": "a step of the plan applies the whole gradient",
 }
-#: top-level keys that something else than the engine says under Lightning
+#: the place under Lightning that decides a top-level key, instead of the engine
 _ELSEWHERE: Mapping[str, str] = {
     "optimizer": "configure_optimizers() makes it; ZeRO takes the JSON's if that returns None",
     "scheduler": "configure_optimizers() makes it; ZeRO takes the JSON's if that makes none",
@@ -140,9 +142,14 @@ _ELSEWHERE: Mapping[str, str] = {
 
 
 def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Fault]]:
-    """The well-formed entries of a block (``""``: of the file), and what is wrong with the others, by their path.
+    """Return the well-formed entries of a block, and the faults of the others by path.
 
-    Comments (``_...``) are neither, nor is what is refused and off; an unset value is well formed.
+    Nothing is raised. ``where`` is a name in ``BLOCKS``, ``""`` for the whole file, or
+    ``zero_optimization``. Blocks are checked too, and a block in the first dict has only its
+    well-formed entries. Integers become ``int``. ``None`` is well formed, and so is ``"auto"``
+    unless it stands for a whole format block. An unknown key is a fault, except in
+    ``zero_optimization``. A comment (``_...``) is in neither dict, nor is a refused key that is
+    off.
     """
     known = BLOCKS.get(where, _ZERO)
     good: dict[str, Any] = {}
@@ -170,7 +177,13 @@ def check(where: str, given: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def load_json(source: JsonLike) -> dict[str, Any]:
-    """A DeepSpeed config as a plain dict, from a mapping, an OmegaConf ``DictConfig`` or a file; else a PlanError."""
+    """Return a DeepSpeed config as a plain dict.
+
+    ``source`` is a mapping, an OmegaConf ``DictConfig`` or the path of a JSON file.
+
+    Raises:
+        PlanError: the file cannot be read, or the source is no JSON object.
+    """
     loaded: Any = source
     try:
         if isinstance(source, (str, PathLike)):
@@ -187,13 +200,16 @@ def load_json(source: JsonLike) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedNotes:
-    """What became of every key (``"fp16.loss_scale"``, ``"optimizer"``) and why; ``print`` shows a line for each."""
+    """The outcome for every key of a DeepSpeed JSON, by path (``"fp16.loss_scale"``).
 
-    #: the plan says it now, in these words
+    Each key has a reason. ``print`` shows a line for each key.
+    """
+
+    #: keys that the plan took, with the plan's field and value
     taken: dict[str, str]
-    #: the DeepSpeed engine, the Trainer or the model says it
+    #: keys that the DeepSpeed engine, the Trainer or the model decides
     left: dict[str, str]
-    #: unknown or removed keys, values that DeepSpeed would refuse, and what would change the plan's numbers
+    #: unknown or removed keys, bad values, and keys that would change the plan's numbers
     refused: dict[str, str]
 
     def __str__(self) -> str:
@@ -202,11 +218,16 @@ class DeepSpeedNotes:
 
 
 def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
-    """The policy that a DeepSpeed JSON asks for, and what became of its keys.
+    """Return the policy that a DeepSpeed JSON asks for, and the notes on its keys.
+
+    A bad key that decides neither a format nor the loss scale raises nothing: it is noted as
+    refused.
 
     Raises:
-        PlanError: no JSON object; an unknown key or a wrong value where formats or the loss scale are decided, two
-            formats at once, one that a plan cannot carry out, an ``"auto"`` that nothing resolves; all together.
+        PlanError: the source is no JSON object, or its keys for formats and the loss scale cannot
+            be a plan. All faults of these keys are named at once: an unknown key, a bad value,
+            several formats to compute in, a format that no plan has, an ``"auto"`` that stays
+            undecided.
     """
     config = load_json(source)
     notes = DeepSpeedNotes({}, {}, {})
@@ -232,7 +253,11 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
 
 
 def _fields(good: dict[str, Any], taken: dict[str, str], faults: Faults) -> dict[str, Any]:
-    """The fields of a policy; the keys that say them are noted in ``taken``."""
+    """Return the policy's fields.
+
+    Keys that set them are added to ``taken``, contradictions to ``faults``. ``good`` has the
+    well-formed entries of the whole file.
+    """
     blocks = {name: good.get(name) or {} for name in BLOCKS if name}
     fp16, bf16, types = blocks["fp16"], blocks["bf16"], blocks["data_types"]
     precision = _precision(blocks, taken, faults)
@@ -263,7 +288,11 @@ def _fields(good: dict[str, Any], taken: dict[str, str], faults: Faults) -> dict
 
 
 def _precision(blocks: dict[str, dict[str, Any]], taken: dict[str, str], faults: Faults) -> str:
-    """Who computes in which format."""
+    """Return the plan's ``precision``, even after a fault.
+
+    Keys that set it are added to ``taken``, contradictions to ``faults``. With ``"auto"`` in the
+    fp16 or bf16 block, and no format on, it is ``"auto"``.
+    """
     enabled = {name: blocks[name].get("enabled") for name in _MODES}
     on = {f"{name}.enabled=True": name for name, value in enabled.items() if value is True}
     autocast = blocks["torch_autocast"]
@@ -289,7 +318,10 @@ def _precision(blocks: dict[str, dict[str, Any]], taken: dict[str, str], faults:
 
 
 def read_rule(block: Mapping[str, Any], faults: Faults) -> LossScaling | None:
-    """The loss scale that the ``fp16`` block, which is well formed, says."""
+    """Return the loss scale of a well-formed ``fp16`` block.
+
+    If its values are out of range, faults are added and ``None`` is returned.
+    """
     said = {key: block[key] for key in ("loss_scale", *RULE) if not is_unset(block.get(key))}
     try:
         return LossScaling.deepspeed(**said)
@@ -299,7 +331,11 @@ def read_rule(block: Mapping[str, Any], faults: Faults) -> LossScaling | None:
 
 
 def _decides_formats(key: str) -> bool:
-    """Whether a top-level key decides a format or the loss scale, or was meant to."""
+    """True if a top-level key decides a format or the loss scale, or was probably meant to.
+
+    An unknown key counts if its spelling is close to such a key, or if it belongs in a format
+    block.
+    """
     known = (*filter(None, BLOCKS), SENT, *_FORMATS)
     if key in known or key in BLOCKS[""] or key in REFUSED:
         return key in known
