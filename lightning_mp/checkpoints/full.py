@@ -1,4 +1,4 @@
-"""A checkpoint of any of the formats as one plain dict, and as one plain state dict for all that knows no training."""
+"""Functions that read a checkpoint of any format into one dict, or write its weights to a file."""
 
 import pickle
 import secrets
@@ -46,27 +46,34 @@ def consolidate(
     cast_all: bool = False,
     weights_only: bool | None = None,
 ) -> Path | str:
-    """Write the weights of ``checkpoint`` to ``output`` as one plain state dict, name → tensor and nothing else.
+    """Write the weights of ``checkpoint`` to ``output`` as a plain dict of names and tensors.
+
+    Entries that are no tensors are left out, with a warning that names them.
 
     Args:
-        checkpoint: a ``.ckpt`` file of Lightning, a folder of shards, or a folder of DeepSpeed's; a path, or an address
-            that fsspec reads (``s3://...``), which is copied to a temporary folder first.
-        output: ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for ``torch.save``, or ``.safetensors``; a path or an address.
-            What is there is replaced once the new file is complete.
-        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or another spelling of one, for floating tensors; by default each
-            keeps its own (fp32 masters from DeepSpeed, unless the checkpoint records what the run declared). What the
-            plan of the run pinned to fp32 stays fp32, as does what the model declares so for that dtype.
-        prefix: write only the names under it, without it: ``"model."`` gives what ``transformers`` loads when the
-            LightningModule calls its model ``self.model``.
-        cast_all: cast these, too.
-        weights_only: as for ``torch.load``; ``False`` unpickles objects, from a checkpoint you trust.
+        checkpoint: a ``.ckpt`` file of Lightning, a folder of shards, or a folder of DeepSpeed's.
+            It is a path, or an address that fsspec reads (``s3://...``). The contents of an address
+            are copied to a temporary folder first.
+        output: a path or an address. Its ending is ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` for
+            ``torch.save``, or ``.safetensors``. An existing file is replaced once the new one is
+            complete.
+        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or another spelling of one. Floating tensors are
+            cast to it, except weights that the plan of the run, or the model, keeps in fp32. By
+            default, each tensor keeps its dtype. Weights of DeepSpeed are then the fp32 masters,
+            unless the checkpoint records their declared dtypes.
+        prefix: write only names below this one, without it. ``"model."`` gives a file for
+            ``transformers`` if the LightningModule calls its model ``self.model``.
+        cast_all: cast the weights that are kept in fp32, too.
+        weights_only: as for ``torch.load``. ``False`` unpickles objects, so use it for a checkpoint
+            you trust. Indexes of shards and all files of DeepSpeed are unpickled in any case.
 
     Returns:
-        The path of what was written, or its address.
+        The output's path, or its address.
 
     Raises:
-        CheckpointFormatError: the checkpoint cannot be read, or ``output`` or ``prefix`` does not fit.
-        PlanError: ``dtype`` is none to store weights in.
+        CheckpointFormatError: the checkpoint cannot be read, the output's ending is unknown, the
+            output is a folder or the checkpoint itself, or no tensor is below ``prefix``.
+        PlanError: ``dtype`` is no storage format.
         MissingExtraError: safetensors or DeepSpeed is needed and not installed.
     """
     _, left_out = write_consolidated(checkpoint, output, dtype, prefix, cast_all, weights_only)
@@ -78,7 +85,10 @@ def consolidate(
 def write_consolidated(
     checkpoint: Any, output: Any, dtype: object, prefix: str, cast_all: bool, weights_only: bool | None
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """As :func:`consolidate`; what was written, and the names of what is no tensor."""
+    """Write as :func:`consolidate` does, and return the written tensors and the skipped names.
+
+    An entry is skipped if it is no tensor. Nothing is warned about.
+    """
     wanted = None
     if dtype is not None:
         with Faults("dtype") as faults:
@@ -112,12 +122,14 @@ def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
     except ImportError:
         raise MissingExtraError("safetensors", "hf", "writing .safetensors") from None
 
-    # "pt" is what transformers looks for before it loads the file.
+    # transformers looks for this entry before it loads the file.
     return partial(save_file, metadata={"format": "pt"})
 
 
 def _fp32_names(source: Path, checkpoint: Mapping[str, Any], half: Any) -> set[str]:
-    """Return the weights that the plan, whatever its class is called, recorded as fp32 in a file of ``half``.
+    """Return the names of weights that the plan recorded as fp32 for a file in ``half``.
+
+    The plan's state is known by its keys, because a subclass may have any name.
 
     Raises:
         CheckpointFormatError: a newer release of this package wrote the plan's state.
@@ -131,7 +143,11 @@ def _fp32_names(source: Path, checkpoint: Mapping[str, Any], half: Any) -> set[s
 
 
 def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, Any]:
-    """What is below ``prefix``, whole parts of names only, without it."""
+    """Return the entries below ``prefix``, with the prefix removed from their names.
+
+    Raises:
+        CheckpointFormatError: nothing is below ``prefix``.
+    """
     start = f"{prefix.rstrip('.')}." if prefix else ""
     below = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
     if prefix and not below:
@@ -141,7 +157,10 @@ def _under(weights: Mapping[str, Any], prefix: str, source: Path) -> dict[str, A
 
 
 def _plain(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], *, tied: bool) -> dict[str, Tensor]:
-    """Each tensor contiguous, floating ones as ``dtypes`` say, in storage of its own where ties may not stay."""
+    """Return the tensors contiguous, and floating ones cast to their dtype in ``dtypes``.
+
+    Tied names share a tensor if ``tied``, and have copies otherwise.
+    """
     made: dict[tuple[Any, ...], Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -151,7 +170,7 @@ def _plain(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], *, 
         if again is None:
             cast = dtypes.get(name, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
             own = tensor.detach().to(cast).contiguous()
-            # torch.save would write the whole of what a view is a part of.
+            # torch.save writes the whole storage of a view.
             made[key] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
         plain[name] = made[key] if tied or again is None else again.clone()
     return plain
@@ -174,27 +193,34 @@ def _write_whole(tensors: dict[str, Tensor], output: Path, save: Callable[[dict[
 
 
 def read_full(path: str | PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
-    """The checkpoint at ``path`` in the form of Lightning's single file, with whole tensors on the CPU.
+    """Return the checkpoint at ``path`` in the form of Lightning's single file.
 
-    ``state_dict`` is complete, under the names of the LightningModule without wrappers (``_orig_mod.`` and the like).
-    ``optimizer_states`` are what plain ``Optimizer.load_state_dict`` takes; of a DeepSpeed checkpoint there are none,
-    and ``optimizer_left_out`` says why. All other keys are as they were saved. No process group is needed; inside one,
-    every rank reads for itself.
+    All tensors are unsharded and on the CPU.
+    ``state_dict`` has all weights, under the LightningModule's names without wrappers
+    (``_orig_mod.`` and the like). ``optimizer_states`` fit plain ``Optimizer.load_state_dict``.
+    They are empty for a DeepSpeed checkpoint, and ``optimizer_left_out`` has the reason. Other keys
+    are as saved, except that DeepSpeed's own are left out. No process group is needed, and no
+    collective is called.
 
-    ``weights_only`` is ``torch.load``'s, for the single file and for the part of a sharded checkpoint that holds no
-    tensors. The index of a sharded checkpoint and all files of DeepSpeed are pickles whatever it says: read only those
-    you trust.
+    ``weights_only`` is passed to ``torch.load`` for the single file, and for the part of a sharded
+    checkpoint without tensors. The index of a sharded checkpoint and all files of DeepSpeed are
+    unpickled in any case: read only those you trust.
 
     Raises:
-        CheckpointFormatError: no checkpoint, an incomplete one, or one that ``weights_only`` forbids.
-        MissingExtraError: a DeepSpeed checkpoint where DeepSpeed is not installed.
+        CheckpointFormatError: ``path`` has no checkpoint, or an incomplete one. ``weights_only``
+            forbids its objects, or a newer release of this package wrote it.
+        MissingExtraError: the checkpoint is DeepSpeed's, and DeepSpeed is not installed.
     """
     with formats.local(path) as place:
         return _read(place, weights_only)
 
 
 def _read(path: Path, weights_only: bool | None, *, states: bool = True, extra: bool = True) -> dict[str, Any]:
-    """What :func:`read_full` reads; of shards optimizer ``states`` and what is ``extra`` only where asked for."""
+    """Return the content that :func:`read_full` returns, from a path on this machine.
+
+    Optimizer states of shards are read only if ``states``, their file without tensors only if
+    ``extra``.
+    """
     kind = kind_of(path)
     if kind == "sharded":
         content = _sharded(path, states=states)
@@ -212,18 +238,29 @@ def _read(path: Path, weights_only: bool | None, *, states: bool = True, extra: 
 
 
 def read_weights(path: str | PathLike[str]) -> dict[str, Any]:
-    """Return the weights that :func:`read_full` returns, and read nothing else of a folder of shards."""
+    """Return the ``state_dict`` that :func:`read_full` returns. Objects in the file are unpickled.
+
+    A folder of shards is read without its optimizer states.
+
+    Raises:
+        CheckpointFormatError: the checkpoint cannot be read.
+        MissingExtraError: the checkpoint is DeepSpeed's, and DeepSpeed is not installed.
+    """
     with formats.local(path) as place:
         return _read(place, False, states=False, extra=False)["state_dict"]
 
 
 def read_optimizer_states(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Return the optimizer states of a folder of shards as :func:`read_full` returns them."""
+    """Return the optimizer states of a folder of shards as :func:`read_full` returns them.
+
+    Raises:
+        CheckpointFormatError: the index cannot be read, or a file of shards is missing.
+    """
     with formats.local(path) as place:
         return _sharded_states(_read_shards(place, set(_optimizer_keys(_roots(_metadata(place))))))
 
 
-# where ModelParallelStrategy and FSDPStrategy put the weights
+# the keys under which ModelParallelStrategy and FSDPStrategy save the weights
 _WEIGHTS = ("state_dict", "model")
 
 
@@ -233,14 +270,21 @@ class ShardIndex:
 
     #: the dotted names of all entries, weights and optimizer states
     entries: frozenset[str]
-    #: the names of the weights; empty for a folder of FSDP1's, which calls them otherwise
+    #: the names of the weights; empty for a folder of FSDP1's, because its key for them differs
     weights: tuple[str, ...]
     #: the number of optimizers
     optimizers: int
 
 
 def index_of(path: str) -> ShardIndex:
-    """Return what the index of a folder of shards names, behind any protocol of fsspec's. No tensor is read."""
+    """Return the names in the index of a folder of shards. No tensor is read.
+
+    ``path`` may have any protocol of fsspec's.
+
+    Raises:
+        CheckpointFormatError: the index of a folder on this machine is damaged, or a file is
+            missing.
+    """
     index = shard_storage(path).read_metadata() if formats.is_remote_path(path) else _metadata(Path(path))
     planned: Mapping[str, Any] = index.planner_data or {}
     weights = [str(place[1]) for place in planned.values() if place[0] == _WEIGHTS[0] and len(place) > 1]
@@ -256,7 +300,7 @@ def _roots(metadata: Any) -> list[str]:
 
 
 def _optimizer_keys(roots: Iterable[str]) -> list[str]:
-    """The keys of the optimizers in the order of their numbers."""
+    """Return the keys of the optimizers in the order of their numbers."""
     numbers = sorted(int(name.removeprefix(OPTIMIZER)) for name in roots if name.startswith(OPTIMIZER))
     return [f"{OPTIMIZER}{number}" for number in numbers]
 
@@ -300,7 +344,7 @@ LEFT_OUT = (
     "ZeRO stage can load (1 and 2 count as one); here optimizer state starts from scratch."
 )
 
-# What DeepSpeedEngine puts beside Lightning's own keys.
+# the keys that DeepSpeedEngine adds to Lightning's
 _OWN = frozenset({
     "module", "optimizer", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
@@ -310,20 +354,37 @@ _OWN = frozenset({
 
 
 def resumable(path: Path, stage: int, processes: int) -> bool:
-    """Whether DeepSpeed itself can resume from a folder: stages 1 and 2 write alike, each rank loads its partition."""
+    """True if DeepSpeed can resume from a folder in ``stage`` with ``processes`` ranks.
+
+    The folder needs one partition of optimizer state for each rank. Stages 1 and 2 read each
+    other's folders, stage 3 only its own.
+
+    Raises:
+        CheckpointFormatError: the folder has no model states.
+    """
     folder = deepspeed_folder(path)
     whole = (folder / "mp_rank_00_model_states.pt").is_file()
     return whole == (stage < 3) and len(list(folder.glob("*_optim_states.pt"))) == processes
 
 
 def loads_alike(path: Path, groups: list[list[str]]) -> bool:
-    """Whether the param groups of a folder of DeepSpeed's hold the parameters of those ``groups``, by name."""
+    """True if the param groups in a folder of DeepSpeed's equal ``groups``, names in order.
+
+    Raises:
+        CheckpointFormatError: the model states of rank 0 are missing or damaged.
+    """
     states = _model_states(path, deepspeed_folder(path))
     return [[plain_name(name) for name in group] for group in states.get("param_shapes") or ()] == groups
 
 
 def read_model_states(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return Lightning's keys in a file of DeepSpeed's model states, and the names of the weights in the folder."""
+    """Return Lightning's keys in a file of DeepSpeed's model states, and the names of all weights.
+
+    Tensors are copies, so the file may be removed afterwards.
+
+    Raises:
+        CheckpointFormatError: the file is damaged.
+    """
     states = _checked_model_states(file)
     content = {key: value for key, value in states.items() if key not in _OWN}
     # copied: the file is mapped into memory, and may be removed
@@ -331,9 +392,9 @@ def read_model_states(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _deepspeed(path: Path) -> dict[str, Any]:
-    """Everything but the optimizer states."""
+    """Return the content that :func:`read_full` returns for a DeepSpeed checkpoint."""
     try:
-        with quietly():  # on import DeepSpeed says at length which device it found; its files hold its classes
+        with quietly():  # its import logs the device at length
             from deepspeed.utils import zero_to_fp32
     except ImportError:
         raise MissingExtraError("deepspeed", "deepspeed", "reading a DeepSpeed checkpoint") from None
@@ -342,7 +403,7 @@ def _deepspeed(path: Path) -> dict[str, Any]:
     state_dict: dict[str, Any] = states["module"]
     groups: list[Mapping[str, Any]] = [*(states.get("param_shapes") or ()), states.get("frozen_param_shapes") or {}]
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-    if shapes:  # none under stage 0: DDP by another name
+    if shapes:  # under stage 0 there are none, because stage 0 is DDP
         try:
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints, and draws progress bars
                 masters: Any = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(path), tag=folder.name)
@@ -376,15 +437,22 @@ def _checked_model_states(file: Path) -> dict[str, Any]:
 def _full(
     path: Path, states: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], masters: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The engine's state dict, with what ZeRO split or keeps more exactly put in; buffers stay as they are."""
+    """Return the engine's state dict with its weights replaced by those in ``masters``.
+
+    ``masters`` has the fp32 masters of trained weights, and whole frozen weights. Buffers stay as
+    they are. The shapes of tied weights are added to ``shapes``.
+
+    Raises:
+        CheckpointFormatError: a weight does not have its recorded shape.
+    """
     shared: Mapping[str, str] = states.get("shared_params") or {}
     shapes |= {name: shapes[other] for name, other in shared.items() if other in shapes}
-    # The masters were saved as what the optimizer steps: with requires_grad, which what is cut out of them inherits.
+    # detach: DeepSpeed saved the masters with requires_grad, and their slices inherit it.
     full: dict[str, Any] = {
         name: masters[name].detach() if name in shapes and name in masters else value
         for name, value in states["module"].items()
     }
-    # Under stage 3 the engine's own entries are empty: none may be left.
+    # Stage 3 saves empty entries for its weights. Each must be replaced by now.
     wrong = [name for name, shape in shapes.items() if name in full and tuple(full[name].shape) != shape]
     if wrong:
         raise formats.damaged(path, f"its parts do not make up {wrong[0]!r}")
@@ -392,7 +460,10 @@ def _full(
 
 
 def _as_recorded(state_dict: dict[str, Any], dtypes: Mapping[str, str]) -> dict[str, Any]:
-    """Floating tensors in the dtype recorded for their name; tied tensors stay tied."""
+    """Return the state dict with floating tensors in the dtype recorded for their name.
+
+    Names without a recorded dtype keep theirs. Tied tensors stay tied.
+    """
     wanted = {plain_name(name): TORCH_DTYPES[dtype] for name, dtype in dtypes.items()}
     weights = {name: value for name, value in state_dict.items() if name in wanted and isinstance(value, Tensor)}
     return state_dict | _plain(weights, wanted, tied=True)
