@@ -1,4 +1,4 @@
-"""Folders are written beside their place, and put there once they are whole."""
+"""Functions that write a folder beside its target, and move it there once it is complete."""
 
 import ctypes
 import os
@@ -13,15 +13,20 @@ from lightning_mp.checkpoints.formats import is_remote_path
 
 
 def unfinished(target: str) -> str:
-    """Where a folder is written until it is whole: written over in place, it could hold parts of two steps.
+    """Return the path to write a folder to, until ``finish`` moves it to ``target``.
 
-    A bucket renames nothing: there it is written in place, once it is without an index, which comes last.
+    Files written over an older folder could leave a mix of two steps. A bucket has no rename, so a
+    remote path is returned itself. There the index is deleted first and written last.
     """
     return target if is_remote_path(target) else str(_beside(Path(target), "unfinished"))
 
 
 def begin(target: str) -> None:
-    """Delete what a process that was killed left beside ``target``, or in a bucket the index of what is there."""
+    """Delete the folders that a killed process left beside ``target``.
+
+    If ``target`` is missing, ``recover`` puts a complete one of them there first. In a bucket,
+    delete the index of the folder at ``target`` instead.
+    """
     if is_remote_path(target):
         formats.remove_index(target)
         return
@@ -31,9 +36,10 @@ def begin(target: str) -> None:
 
 
 def recover(target: str) -> None:
-    """Finish what a process that was killed began: if nothing is at ``target``, a whole folder beside it goes there.
+    """Move a complete folder that a killed process left beside ``target`` to ``target``.
 
-    Nothing is deleted: another process may be writing.
+    Nothing happens if something is at ``target``, or in a bucket. Nothing is deleted, because
+    another process may be writing.
     """
     path = Path(target)
     if is_remote_path(target) or _is_there(path):
@@ -45,16 +51,20 @@ def recover(target: str) -> None:
 
 
 def finish(target: str) -> None:
-    """Put what is whole by now in the place of ``target``; each node calls it, as each may have a disk of its own.
+    """Move the complete folder from ``unfinished(target)`` to ``target``, and delete the older one.
 
-    The two swap names in one call if the file system can: a process that is killed always leaves a checkpoint at
-    ``target``. Else there is none between two calls, and ``recover`` puts it there.
+    Call it on one rank of each node, because each node may have its own disk. In a bucket nothing
+    happens.
+
+    The two folders swap names in one call if the file system can. A killed process then always
+    leaves a checkpoint at ``target``. Otherwise, ``target`` is missing between two renames, and
+    ``recover`` restores it.
     """
     if is_remote_path(target):
         return
     path = Path(target)
     whole, old = _beside(path, "whole"), _beside(path, "old")
-    if not _rename(Path(unfinished(target)), whole):  # on a shared disk another node was first
+    if not _rename(Path(unfinished(target)), whole):  # another node with the same disk was first
         return
     if not (_is_there(path) and exchange(path, whole)):
         if _is_there(path):
@@ -66,7 +76,10 @@ def finish(target: str) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Have two paths swap names in one call. Return False if the system or the file system has none."""
+    """Swap the names of two paths in one call. Return False, with no change, if the call fails.
+
+    Only Linux has the call, and not for every file system.
+    """
     rename: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
@@ -94,5 +107,8 @@ def _delete(path: Path) -> None:
 
 
 def _beside(path: Path, word: str) -> Path:
-    """A name that nobody takes for a checkpoint's: ModelCheckpoint looks for ``last`` in names."""
+    """Return a path beside ``path`` whose name is no checkpoint's.
+
+    Only a hash of the name is in it, because ModelCheckpoint looks for ``last`` in names.
+    """
     return path.with_name(f".{word}-{crc32(path.name.encode()):08x}")

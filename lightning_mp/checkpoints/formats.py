@@ -1,4 +1,4 @@
-"""The three formats that strategies write: which one lies at a path, reading a file, and how its entries are called."""
+"""Functions for the three checkpoint formats: detection, local copies, reading and entry names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lightning_mp.numerics.grads import parameters_of
 
 Kind = Literal["file", "sharded", "deepspeed"]
 
-#: what Lightning puts beside the shards of torch.distributed.checkpoint, and that package's own index
+#: Lightning's file beside the shards of torch.distributed.checkpoint, and that package's own index
 SHARDED_EXTRA, SHARDED_INDEX = "meta.pt", ".metadata"
-#: in front of an optimizer's number, in the shards
+#: the prefix of an optimizer's number, in the shards
 OPTIMIZER = "optimizer_"
 #: the file that names DeepSpeed's folder, and the name Lightning gives that folder
 DEEPSPEED_LATEST, DEEPSPEED_TAG = "latest", "checkpoint"
@@ -38,7 +38,7 @@ ALLOWED = (
 
 
 class CheckpointFormatError(ValueError):
-    """A checkpoint that cannot be read, or an output that cannot be written from it."""
+    """The error for a checkpoint that cannot be read, or whose output cannot be written."""
 
     def __init__(self, problem: str, fix: str, allowed: str = "") -> None:
         self.fault = Fault(problem, fix=fix, allowed=allowed)
@@ -49,18 +49,24 @@ class CheckpointFormatError(ValueError):
 
 
 def without_file_protocol(path: Any) -> Any:
-    """``path``, where it is ``file://...`` the path behind that."""
+    """Return ``path`` without ``file://`` or ``local://``. Other paths are returned unchanged."""
     protocol, plain = split_protocol(path)
     return plain if protocol in ("file", "local") else path
 
 
 def is_remote_path(path: Any) -> bool:
-    """Whether fsspec alone reaches ``path`` (``s3://``, ``memory://``): no folder of the operating system's."""
+    """True if only fsspec reaches ``path`` (``s3://``, ``memory://``), not the operating system."""
     return split_protocol(without_file_protocol(path))[0] is not None
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """Which of the formats lies at ``path``, told by the names of the files alone; else a CheckpointFormatError."""
+    """Return the format of the checkpoint at ``path``, from the names of its files.
+
+    Any file counts as ``"file"``, because its content is not read.
+
+    Raises:
+        CheckpointFormatError: nothing is at ``path``, or a folder that is no complete checkpoint.
+    """
     files, place = _on(path)
     if files.isfile(place):
         return "file"
@@ -75,20 +81,26 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """True if a file or a folder lies at ``path``, which any protocol of fsspec may lead to."""
+    """True if a file or a folder is at ``path``, which may have any protocol of fsspec's."""
     files, place = _on(path)
     return bool(files.exists(place))
 
 
 def _on(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """The file system of fsspec's, and what it calls the path."""
+    """Return the fsspec file system of ``path``, and its name for the path."""
     files, place = cast("tuple[Any, str]", url_to_fs(os.fspath(path)))
     return files, place
 
 
 @contextmanager
 def local(path: str | os.PathLike[str], *, writes: bool = False) -> Generator[Path, None, None]:
-    """The path itself on this machine; of one elsewhere a copy, for as long as it is read, or until it is written."""
+    """Yield a path on this machine that stands for ``path``.
+
+    A path on this machine is yielded itself. For a remote path, the yielded one is in a temporary
+    folder, and that folder is deleted at the end. Without ``writes``, the remote contents are
+    copied there first. With ``writes``, the file there is uploaded at the end, unless the block
+    raises.
+    """
     if not is_remote_path(path):
         yield Path(without_file_protocol(path))
         return
@@ -104,21 +116,25 @@ def local(path: str | os.PathLike[str], *, writes: bool = False) -> Generator[Pa
 
 
 def write_bytes(path: str, content: bytes) -> None:
-    """Write a file behind any protocol, its folder too."""
+    """Write a file behind any protocol of fsspec's. Its folder is made if it does not exist."""
     files, place = _on(path)
     files.makedirs(place.rpartition("/")[0], exist_ok=True)
     files.pipe_file(place, content)
 
 
 def remove_index(path: str) -> None:
-    """From now on the folder of shards at ``path`` is no checkpoint."""
+    """Delete the index of a folder of shards, if there is one. The folder is then no checkpoint."""
     files, place = _on(path)
     if files.exists(f"{place}/{SHARDED_INDEX}"):
         files.rm_file(f"{place}/{SHARDED_INDEX}")
 
 
 def deepspeed_folder(place: Path) -> Path:
-    """The folder inside a DeepSpeed checkpoint that holds its files; a CheckpointFormatError without model states."""
+    """Return the folder of files inside a DeepSpeed checkpoint.
+
+    Raises:
+        CheckpointFormatError: that folder has no model states.
+    """
     latest = place / DEEPSPEED_LATEST
     tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else DEEPSPEED_TAG
     if any((place / tag).glob(DEEPSPEED_MODEL)):
@@ -127,11 +143,14 @@ def deepspeed_folder(place: Path) -> Path:
 
 
 def load(path: Path | str, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
-    """What ``torch.save`` wrote to ``path``, on the CPU; with ``mmap`` tensors are read when they are used.
+    """Return the dict that ``torch.save`` wrote to ``path``, with its tensors on the CPU.
+
+    With ``mmap`` a tensor is read from the file when it is used.
 
     Raises:
-        CheckpointFormatError: it is no whole file of ``torch.save``, holds no dict, or holds more than tensors and
-            plain values where ``weights_only`` (torch's default) forbids it.
+        CheckpointFormatError: the file is not a complete one of ``torch.save``, its content is no
+            dict, or it has other objects than tensors and plain values. ``weights_only=False``
+            permits these objects.
     """
     files, place = _on(path)
     content: Any = BytesIO(files.cat_file(place)) if is_remote_path(path) else place
@@ -156,26 +175,34 @@ def load(path: Path | str, *, weights_only: bool | None, mmap: bool = False) -> 
 
 
 def damaged(path: Path | str, error: BaseException | str) -> CheckpointFormatError:
-    """The error for a checkpoint whose reading ended in ``error``."""
+    """Return the error for a checkpoint that could not be read because of ``error``."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return CheckpointFormatError(f"{str(path)!r} cannot be read: {reason}", "copy it again, or take an earlier one")
 
 
-# ------------------------------------------------------------------ names, and ONE numbering of optimizer state
-# Each format keys an optimizer's state in its own way; from one to another it goes by the order of its groups alone.
+# ------------------------------------------------------------------ names, and the numbering of
+# optimizer state Formats key optimizer state differently, but parameters have the same order in the
+# groups of all.
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` under names without wrappers (``_orig_mod.`` and the like), in its order."""
+    """Return ``state`` under names without wrappers (``_orig_mod.`` and the like), in its order."""
     return {plain_name(name): value for name, value in state.items()}
 
 
 def rekeyed(state: Mapping[str, Any], keys: Iterable[Any] | None = None) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` with its parameters called ``keys``, in the order of its groups; else by place."""
+    """Return an optimizer's ``state_dict`` with new keys for its parameters.
+
+    ``keys`` are in the order of the groups.
+    ``None`` for ``keys`` is 0, 1, 2, …. The result has only ``state`` and ``param_groups``.
+
+    Raises:
+        ValueError: ``keys`` has another length than the groups together.
+    """
     old = [_plain(key) for group in state["param_groups"] for key in group["params"]]
     new = dict(zip(old, range(len(old)) if keys is None else keys, strict=True))
     return {
-        # absent where the optimizer keeps none
+        # the key is absent if the optimizer has no state
         "state": {new[_plain(key)]: values for key, values in state.get("state", {}).items()},
         "param_groups": [
             {**group, "params": [new[_plain(key)] for key in group["params"]]} for group in state["param_groups"]
@@ -186,9 +213,11 @@ def rekeyed(state: Mapping[str, Any], keys: Iterable[Any] | None = None) -> dict
 def by_parameter(
     state: Mapping[str, Any], optimizer: Optimizer, value: Callable[[Tensor | None, Any], Any]
 ) -> dict[str, Any]:
-    """``state`` with each entry replaced by ``value(parameter, entry)``; without those of which that is None.
+    """Return ``state`` with each entry of ``"state"`` replaced by ``value(parameter, entry)``.
 
-    Groups of other sizes are refused by the optimizer itself: what has no parameter here is given None.
+    An entry is dropped if its value is ``None``. ``state`` itself is unchanged. ``parameter`` is
+    ``None`` if the optimizer has fewer parameters than ``state``. Nothing is raised then, because
+    ``optimizer.load_state_dict`` refuses such a state.
     """
     keys = [key for group in state["param_groups"] for key in group["params"]]
     own = dict(zip(keys, parameters_of(optimizer), strict=False))

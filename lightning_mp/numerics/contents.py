@@ -1,4 +1,4 @@
-"""The contents of tensors, arrays, generators, containers and small objects: noted, and restored where they changed."""
+"""``Contents``, which restores tensors, arrays, generators, containers and simple objects."""
 
 import random
 import sys
@@ -17,36 +17,37 @@ from lightning_mp.compat.torch import TorchDispatchMode, overwritten
 from lightning_mp.numerics.grads import local
 
 _CONTAINERS = (list, dict, set, deque)
-#: their state is noted elsewhere, or is no state of a step
+#: values that are never noted: the caller restores their state, or a step does not change it
 _LEFT_OUT = (nn.Module, nn.Parameter, Dataset, type, FunctionType, MethodType, ModuleType)
 
 
 class Contents:
-    """What values contain at the time of ``note``.
+    """A record of the contents of values at the time of ``note``.
 
-    ``restore`` writes only what has changed since then, because memory may be read-only (a memory map) or shared by
-    several entries (``expand``).
+    ``restore`` writes only changed values, because a tensor's memory may be a read-only map.
     """
 
     def __init__(self) -> None:
         self._undo = ExitStack()
-        #: by ``id``, the values that were noted; kept here, so that no id is used twice
+        #: the noted values by ``id``; a reference to each keeps Python from reusing its id
         self._noted: dict[int, Any] = {}
 
     def restore(self) -> None:
-        """Restore all values, and forget them. An error of one value does not keep the others from being restored.
+        """Restore all values, and forget them.
 
-        Raises whatever the restoring of a value raised, after all others are restored.
+        If restoring a value raises, the others are still restored, and the error is raised at the
+        end.
         """
         self._noted.clear()
         self._undo.close()
 
     def note(self, value: Any, package: str = "") -> None:
-        """Note what ``value`` contains.
+        """Note the contents of ``value``, unless they are noted already.
 
-        Tensors, numpy arrays and random generators are noted, and lists, dicts, sets and deques with what is in them.
-        So are the attributes of an object whose class belongs to the top-level ``package``, with the contents of
-        containers among them. Any other value is left out.
+        Tensors, numpy arrays and random generators are noted. A list, dict, set, deque or tuple is
+        noted with its items. An object whose class is in the top-level ``package`` is noted with
+        its attributes. Objects among those attributes are not. Any other value is left out, as are
+        modules, parameters, datasets, and tensors in inference mode or on the meta device.
         """
         if id(value) in self._noted or isinstance(value, _LEFT_OUT):
             return
@@ -56,14 +57,20 @@ class Contents:
             self._undo.callback(undo)
 
     def note_entries(self, entries: dict[str, Any], leave: Iterable[str] = (), package: str = "") -> None:
-        """Note the entries of ``entries`` and what they contain, except those named in ``leave``."""
+        """Note the entries of a dict and their contents, except the names in ``leave``.
+
+        ``restore`` then also deletes entries that were added since.
+        """
         noted = {name: value for name, value in entries.items() if name not in leave}
         for value in noted.values():
             self.note(value, package)
         self._undo.callback(_restore_entries, entries, noted, leave)
 
     def _undo_of(self, value: Any, package: str) -> Callable[[], object] | None:
-        """Note what is in ``value``, and return what restores ``value`` itself; None if it is left out."""
+        """Note the items of ``value``, and return a function that restores ``value`` itself.
+
+        ``None`` is returned if ``value`` itself needs no restoring, or is left out.
+        """
         if isinstance(value, Tensor):
             return self._note_tensor(value)
         if isinstance(value, _CONTAINERS):
@@ -73,7 +80,7 @@ class Contents:
                 self.note(item, package)
             return None
         if package and package_of(value) == package and hasattr(value, "__dict__"):
-            return self._note_container(vars(value), "")  # of an object in this one nothing is noted
+            return self._note_container(vars(value), "")  # no package: objects among the attributes are left out
         return _undo_of_leaf(value)
 
     def _note_tensor(self, tensor: Tensor) -> Callable[[], object] | None:
@@ -95,13 +102,13 @@ class Contents:
 
 
 def package_of(value: object) -> str:
-    """Return the top-level package of the value's class; an empty string for torch and Python itself."""
+    """Return the top-level package of the value's class, or ``""`` for torch and builtins."""
     package = type(value).__module__.partition(".")[0]
     return "" if package in ("torch", "builtins") else package
 
 
 def _without_overlap(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, or a flat view of its memory if entries overlap there (``expand``, ``unfold``)."""
+    """Return ``tensor``, or a flat view of its memory if elements overlap (``expand``, ``unfold``)."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor
     last = 0
@@ -114,20 +121,24 @@ def _without_overlap(tensor: Tensor) -> Tensor:
 
 
 def _restore_tensor(tensor: Tensor, before: Tensor) -> None:
-    with torch.no_grad():  # the version counter says nothing: batch norm writes its statistics without counting it up
+    # The version counter cannot show a change: batch norm writes its statistics without counting.
+    with torch.no_grad():
         if not _has_equal_bits(tensor, before):
             tensor.copy_(before)
 
 
 def _has_equal_bits(tensor: Tensor, other: Tensor) -> bool:
-    """True if all bits are equal; False where that cannot be told, as for sparse tensors."""
+    """True if all bits are equal. False also for tensors that are sparse or quantized."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return torch.equal(*(one.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for one in (tensor, other)))
 
 
 def _undo_of_leaf(value: Any) -> Callable[[], object] | None:
-    """Return what restores a numpy array, or a generator of torch, Python or numpy; None for any other value."""
+    """Return a function that restores a numpy array, or a generator of torch, Python or numpy.
+
+    ``None`` is returned for any other value.
+    """
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -173,10 +184,10 @@ def _restore_entries(entries: dict[str, Any], noted: dict[str, Any], leave: Iter
 
 
 class RestoredParameters(TorchDispatchMode):
-    """Within it what operators write to ``parameters`` is noted in ``contents``, before they write.
+    """A context that notes parameters in ``contents`` before an operator overwrites them.
 
-    A step may write to parameters: a teacher follows its student in ``training_step``. Only what is written is copied.
-    Sharded parameters are known by what this rank holds of them.
+    A step may write to parameters, as an EMA teacher does in ``training_step``. Only the
+    overwritten region is copied. The region of a sharded parameter is within this rank's shard.
     """
 
     def __init__(self, parameters: Iterable[Tensor], contents: Contents) -> None:
@@ -197,7 +208,10 @@ class RestoredParameters(TorchDispatchMode):
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the storage of ``tensor`` begins; 0 where it has none."""
+    """Return the address of the tensor's storage, of a sharded tensor the shard's.
+
+    0 is returned for meta and sparse tensors, and for subclasses that wrap others.
+    """
     shard = local(tensor)
     if shard.is_meta or shard.layout is not torch.strided or hasattr(shard, "__tensor_flatten__"):
         return 0
@@ -205,7 +219,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def restore_data(parameters: Iterable[Tensor]) -> Callable[[], None]:
-    """Return a function that gives back to ``parameters`` the memory they have now (``parameter.data = ...``)."""
+    """Return a function that undoes later assignments to ``parameter.data``."""
     before = [(parameter, parameter.data) for parameter in parameters]
 
     def restore() -> None:
