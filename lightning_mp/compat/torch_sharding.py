@@ -255,6 +255,9 @@ class Writes:
                 self._note_gathered(parameter)
 
         def take_and_to_sharded() -> None:
+            # a graph of the gradients reads the gathered weights once more, in the backward pass of what is made of it
+            if in_backward() and torch.is_grad_enabled():
+                return
             if group.is_unsharded:
                 self._take_written(group, every=root)
             to_sharded()

@@ -431,7 +431,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         first_piece = [self._source_group.index(group) for group in sorted({*self._source_group})]
         for state in checkpoint.get("lr_schedulers", ()):
             regroup(state, len(self._source_group), first_piece)
-        if self.optimizers:  # a checkpoint holds the masters
+        # A checkpoint holds the masters. After the fit there is no engine, and the last look was at its end.
+        if self.optimizers and self._engine is not None:
             self._engine.check_weights()
             self._engine.take_writes()
         with self._fp32_weights():

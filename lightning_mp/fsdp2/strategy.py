@@ -43,6 +43,8 @@ from lightning_mp.fsdp2.units import (
     broadcast_from_first,
     cannot_initialise,
     materialize,
+    notes_on_parameters,
+    restore_notes,
     shard,
     units,
     whole_on_cpu,
@@ -216,8 +218,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        noted = notes_on_parameters(self._user_module)
         self.prepare_and_shard()
         self.model_to_device()
+        restore_notes(self._user_module, noted)  # configure_optimizers reads them
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._hooks_before_backward = fitting and _has_hooks_before_backward(trainer)

@@ -195,6 +195,19 @@ def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGro
             _broadcast_(tensor, device, group)
 
 
+def notes_on_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what a model noted on each parameter, by name, such as S4's ``_optim`` or Mamba's ``_no_weight_decay``."""
+    return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+
+
+def restore_notes(model: nn.Module, noted: dict[str, dict[str, Any]]) -> None:
+    """Give parameters what the model noted on them before it was sharded: ``fully_shard`` and ``to`` make new ones."""
+    for name, parameter in model.named_parameters():
+        for key, value in noted.get(name, {}).items():
+            if key not in vars(parameter):
+                setattr(parameter, key, value)
+
+
 def shard(
     model: nn.Module,
     inner: Sequence[nn.Module],

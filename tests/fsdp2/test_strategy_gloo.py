@@ -55,6 +55,30 @@ class Direct(Ranked):
         return (out.float() - y).pow(2).mean() + self.gain.pow(2).sum() + again.pow(2)
 
 
+class Forces(Ranked):
+    """The gradient of the output by the input is part of the loss, as of potentials and of gradient penalties."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = (batch[0] * self.factor()).requires_grad_(True)
+        energy = self.net(x).float()
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return (energy - batch[1]).pow(2).mean() + forces.float().pow(2).mean()
+
+
+class Noted(Ranked):
+    """``configure_optimizers`` reads what the model noted on a parameter, as Mamba notes ``_no_weight_decay``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight._no_weight_decay = True
+
+    def configure_optimizers(self) -> Any:
+        noted = [p for p in self.parameters() if hasattr(p, "_no_weight_decay")]
+        others = [p for p in self.parameters() if not hasattr(p, "_no_weight_decay")]
+        assert len(noted) == 1
+        return torch.optim.AdamW([{"params": noted, "weight_decay": 0.0}, {"params": others}], RATE, eps=1e-4)
+
+
 class Shapes(Ranked):
     """Takes the shape, dtype or device of another unit's weight, and no value, in training and validation."""
 
@@ -219,6 +243,8 @@ PINNED = {"pins": {"LayerNorm": "fp32"}}
 CLIP = {"gradient_clip_val": 0.5}
 WRITTEN: dict[str, Both] = {
     "Direct": Both("16-mixed", Direct, PINNED | CLIP),
+    "Forces": Both("32-true", Forces),
+    "Noted": Both("32-true", Noted),
     "Shapes": Both("bf16-mixed", Shapes, {**CLIP, "num_sanity_val_steps": 1}),
     "Parts": Both("16-mixed", Parts, {"pins": {"LayerNorm": "fp32", "net.3": "fp32"}, **CLIP}, {"wrap": None}),
 }

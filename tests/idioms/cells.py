@@ -13,7 +13,7 @@ from support.ranks import Ranks
 #: of each rank
 Results = list[dict[str, Any]]
 #: the files of the table
-THEMES = ("hooks", "reads", "assigns", "optimizing", "callbacks")
+THEMES = ("hooks", "reads", "assigns", "optimizing", "callbacks", "manual", "building", "saving", "feeding")
 for theme in THEMES:
     import_module(f"idioms.{theme}")
 #: a sum of shards is a sum in another order
@@ -101,8 +101,10 @@ def _compared(entry: Idiom, planned: Results, stock: Results, strategy: str, mod
 
 def differences(mine: dict[str, Any], theirs: dict[str, Any], within: float) -> str:
     """Return what is apart, in words, or an empty string."""
-    kept = ("losses", "seen", "metrics", "global_step")
-    parts = [f"{key}: {mine[key]} for {theirs[key]}" for key in kept if not same(mine[key], theirs[key], within)]
+    parts = []
+    for key in ("losses", "seen", "metrics", "global_step", "predicted"):
+        if not same(mine.get(key), theirs.get(key), within):
+            parts += [f"{key}: {mine.get(key)} for {theirs.get(key)}"]
     if mine["weights"].keys() != theirs["weights"].keys():
         return "\n".join([*parts, f"names: {mine['weights'].keys() ^ theirs['weights'].keys()}"])
     for name, weight in mine["weights"].items():

@@ -93,9 +93,9 @@ class Host:
         """Train the module, and keep what the run left.
 
         ``data=False`` says that the module has a loader of its own. Other options are those of :meth:`trainer`,
-        ``val_dataloaders`` and ``ckpt_path``.
+        ``val_dataloaders``, ``ckpt_path`` and ``weights_only``.
         """
-        fitting = {key: options.pop(key) for key in ("val_dataloaders", "ckpt_path") if key in options}
+        fitting = {key: options.pop(key) for key in ("val_dataloaders", "ckpt_path", "weights_only") if key in options}
         trainer = self.trainer(**options)
         if data is not False:
             fitting["train_dataloaders"] = self.data(same_rows=same_rows) if data is None else data
