@@ -117,6 +117,21 @@ def calling_frame(file: str) -> FrameType | None:
     return frame
 
 
+def outside_of_dispatch_modes(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the code that called an operator, if other dispatch modes (an audit) passed it on.
+
+    Each such mode, and torch around it, has new frames for every operator. Without one it is ``frame``.
+    """
+    caller = frame
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            caller = frame.f_back
+            while caller is not None and caller.f_code.co_filename.endswith(_AROUND_MODES):
+                caller = caller.f_back
+        frame = frame.f_back
+    return caller
+
+
 def in_backward() -> bool:
     """Whether a backward pass is under way."""
     return _torch._C._current_graph_task_id() != -1

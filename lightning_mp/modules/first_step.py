@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_mp.compat.torch import OpOverload, TorchDispatchMode, calling_frame, in_backward
+from lightning_mp.compat.torch import (
+    OpOverload,
+    TorchDispatchMode,
+    calling_frame,
+    in_backward,
+    outside_of_dispatch_modes,
+)
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.half_weights import multiplies, other_use, reads_no_value, users_line
 from lightning_mp.modules.patterns import has_own_forward
@@ -187,7 +193,7 @@ class _Calls:
 
     def current(self) -> tuple[int, int] | None:
         """Return a number of the call in which the operator at hand is called, and where in its code; or None."""
-        frame = calling_frame(__file__)
+        frame = outside_of_dispatch_modes(calling_frame(__file__))
         if frame is None:
             return None
         number = next((number for number, other in self._frames.items() if other is frame), None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.families import FAMILIES, TEXT
 from lightning_mp.errors import PlanError
@@ -193,6 +194,22 @@ def test_a_decorated_function_of_a_pinned_weight_is_named_too(mode: str) -> None
     root = Net(lambda self, x: _linear(x, self.inner.weight), inner=linear(), head=linear())
     with pytest.raises(PlanError, match=r"inner\.\w+ is pinned to fp32"):
         first_step(root, {"inner": "fp32"}, mode)
+
+
+class Passes(TorchDispatchMode):
+    """Another mode around an operator, as an audit or a counter of FLOPs is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_past_its_pin_is_named_within_another_dispatch_mode_too() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with Passes():
+            return F.linear(x, self.inner.weight)
+
+    with pytest.raises(PlanError, match=r"inner\.\w+ is pinned to fp32"):
+        first_step(Net(forward, inner=linear(), head=linear()), {"inner": "fp32"}, "bf16-mixed")
 
 
 def test_a_parameter_that_is_made_meanwhile_is_not_taken_for_one_that_is_gone() -> None:
