@@ -1,4 +1,4 @@
-"""The closure that an optimizer is given: it returns the loss of the pass that has run already."""
+"""A closure for an optimizer whose forward and backward pass has run already."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from torch.optim import Optimizer
 from lightning_mp.compat.torch import version
 from lightning_mp.numerics.grads import local, parameters_of
 
-#: A write through ``.data`` counts no version. So the values of this many parameters are compared, in their first rows,
-#: of this many numbers at most: a copy of whole weights would cost memory in every step.
+#: The number of small parameters whose values are compared, and the greatest number of values of
+#: each. Versions are not enough, because a write through ``.data`` does not raise the version of a
+#: tensor. A copy of whole weights would cost memory in every step.
 _SAMPLES, _SAMPLE_SIZE = 4, 1024
 
 
 class EvaluatedClosure:
     """A closure for one step of an optimizer, after forward and backward have run.
 
-    The first call returns their loss, as an optimizer that calls its closure first expects. A later call, or one after
-    the optimizer has moved its weights or dropped gradients (SAM), asks for another pass.
+    The first call returns the loss of that pass. A later call runs another pass. So does the first
+    call, if the optimizer has changed weights, or has dropped or changed gradients (SAM).
 
     Args:
-        loss: what the pass returned.
-        optimizer: the optimizer that is about to step.
-        run_again: runs the pass again and returns its loss, or raises an error. It is told by True that the optimizer
-            moved its weights without a use of the gradients, so that the first pass was of no use.
+        loss: the value that the pass returned.
+        optimizer: the optimizer that is about to step. The first numbers of its smallest parameters
+            are copied.
+        run_again: runs the pass again and returns its loss, or raises an error. Its argument is
+            True if the optimizer changed its weights without using the gradients, so that the first
+            pass was useless.
     """
 
     def __init__(self, loss: Any, optimizer: Optimizer, run_again: Callable[[bool], Any]) -> None:
@@ -44,7 +47,10 @@ class EvaluatedClosure:
         self._values = [(parameter, _first_numbers(parameter).clone()) for parameter in smallest]
 
     def __call__(self) -> Any:
-        """Return the loss of the pass that has run, or of another pass; what ``run_again`` raises is raised."""
+        """Return the loss of the pass that has run, or of another pass.
+
+        Errors of ``run_again`` are not caught.
+        """
         first_call = not self._is_called
         self._is_called = True
         gradients_used = not first_call or self._gradients_changed()
@@ -59,7 +65,8 @@ class EvaluatedClosure:
         return any(new[1:] != old[1:] for new, old in zip(now, self._gradients, strict=True))
 
     def _weights_moved(self) -> bool:
-        """True if a weight was written to since the step began; a device sync."""
+        """True if a weight was written to since the step began. If versions are equal, a device sync.        A write through ``.data`` is noticed only in the first numbers of the smallest parameters.
+        """
         if any(version(parameter) != before for parameter, before in self._versions):
             return True
         pairs = ((_first_numbers(parameter), before) for parameter, before in self._values)

@@ -1,6 +1,9 @@
-"""One optimizer step under a policy, whatever shards it, and that of one device and DDP; methods in order of calls."""
+"""The optimizer step under a policy: the base of all engines, and that for one device and DDP.
 
-# No postponed annotations here: DDP checks those of a communication hook, and refuses strings.
+Methods stand in the order of their calls.
+"""
+
+# No postponed annotations here: DDP refuses a communication hook whose annotations are strings.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +39,8 @@ from lightning_mp.plan import diagnosis, optimizer_facts
 from lightning_mp.plan.diagnosis import AT_MIN
 from lightning_mp.policy import PrecisionPolicy
 
-#: runs the last batch forward and backward again, without summing over ranks, to find what broke it; or cannot
+#: Runs the last batch forward and backward again to find its first non-finite value. Gradients are
+#: not summed over ranks. ``None`` if the batch cannot be run again.
 Replay = Callable[[], Tensor | None] | None
 NOTHING = nullcontext()
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -44,57 +48,61 @@ _MARKS = count()
 
 
 class StepEngine(ABC):
-    """Carries a policy out on one kind of strategy; what differs between kinds is in subclasses."""
+    """The application of a policy on one kind of strategy. Each kind has a subclass."""
 
-    #: whether the strategy's own engine runs backward, by ``backward``
+    #: True if the strategy's own engine runs backward, by ``backward``
     runs_backward: ClassVar[bool] = False
-    #: where optimizers that evaluate their closure again are refused, loss scale or not
+    #: If not empty, optimizers that evaluate their closure again are refused, also without a loss
+    #: scale. The text says where, for the message.
     evaluates_once: ClassVar[str] = ""
-    #: where optimizers do not step whole parameters: (kind of shard, description) pairs
+    #: (kind of shard, description) pairs of the optimizers' parameters; empty if they are whole
     steps: tuple[tuple[optimizer_facts.Shards, str], ...] = ()
     #: by ``id``, names of the fp32 weights that are gathered in half precision
     halves: Mapping[int, str] = MappingProxyType({})
-    #: what reduces gradients in Lightning's ``backward`` alone, for people
+    #: name, for messages, of a wrapper that reduces gradients only in Lightning's ``backward``
     reduces = ""
-    #: around hooks in which users may look at gradients
+    #: the context around hooks in which users may read gradients
     hook_watch: AbstractContextManager[Any] = NOTHING
 
     def __init__(self, policy: PrecisionPolicy, *, device: torch.device, scaler: LossScaler, distributed: bool) -> None:
         self.policy, self.device, self.scaler = policy, device, scaler
         scaler.checks = scaler.enabled or policy.nonfinite.action != "ignore"
         self.distributed = distributed
-        #: gradients are unscaled after each backward pass, for users who clip and step by hand
+        #: True under manual optimization: gradients are unscaled after each backward pass, because
+        #: users clip and step by hand
         self.manual = False
-        #: those of the strategy, as they were at the last look: a user may replace or wrap them
+        #: the strategy's optimizers at the last check; a user may replace or wrap them later
         self.optimizers: list[Optimizer] = []
-        #: those of them that evaluate their closure again (LBFGS, SAM): they step as under stock Lightning
+        #: optimizers that evaluate their closure again (LBFGS, SAM) and step as in stock
         self.unchecked: list[Optimizer] = []
-        #: those of them whose step may read the loss, or ask for another pass, through its closure
+        #: optimizers whose step may read the loss, or request another pass, through its closure
         self.with_closure: list[Optimizer] = []
-        #: those of them that round at random
+        #: optimizers with stochastic rounding
         self.rounding: list[Optimizer] = []
-        #: gradients came in since the last step
+        #: True if a backward pass began since the last step
         self.pending = False
-        #: the global gradient norm of the last clipping, before it, on the device
+        #: the global gradient norm before the last clipping by norm, on the device
         self.last_norm: Tensor | None = None
-        #: is told why the run has to end, and acts on it after the batch; ``None`` where the step has to raise
+        #: Called with the reason why the run has to end. It ends the run after the batch. If it is
+        #: ``None``, the step raises.
         self.report: Callable[[str], object] | None = None
         #: the batch norms that take their statistics over all ranks
         self.synced: list[nn.Module] = []
-        #: what runs in FP8, what does not, and the stage of the Trainer's run, as ``stage``, with that of training
+        #: the modules that run in FP8, and every candidate with the reason if it does not
         self.converted, self.fp8_layers = list[nn.Module](), list[fp8.FP8Layer]()
+        #: the Trainer's state, whose ``stage`` is the present one, and the stage of training
         self.stages: tuple[Any, Any] | None = None
         #: the methods whose first call was watched
         self._watched: set[str] = set()
         self._module: nn.Module | None = None
-        #: which pin covers which module; known after ``check``
+        #: the pin of each covered module; known after ``check``
         self.pin_map = pins.PinMap()
         self._places: pins.Places = []
         #: by name, the LSTMs that may have no kernel in the dtype of autocast; known after ``check``
         self.lstms: dict[str, nn.Module] = {}
         #: the modules that recompute their activations; known after ``check``
         self.recomputed: list[nn.Module] = []
-        #: whether it was looked at, after the first backward pass, that they are
+        #: True once the check ran that those modules do recompute
         self._told_of_recomputation = False
         self._applied = ExitStack()
         self._loss: Tensor | None = None
@@ -102,30 +110,40 @@ class StepEngine(ABC):
         self._connected = ExitStack()
         #: the number of steps after which the budget can first be spent
         self._next_check = 0
-        #: of each parameter, whether it is trained
+        #: the module's parameters, and the ``requires_grad`` of each at the last training step
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
-        #: the parameters of the module and of all optimizers, those that an optimizer updates by id, and the others
+        #: the parameters of the module and of all optimizers
         self._all_parameters: list[Tensor] = []
+        #: by ``id``, the parameters that an optimizer updates
         self._updated: dict[int, Tensor] = {}
+        #: the module's parameters that no optimizer updates
         self._not_updated: list[Tensor] = []
-        #: the last loss was scaled; its backward pass is under way
+        #: True if the last loss was scaled
         self._loss_is_scaled = False
+        #: True while the backward pass of a scaled loss is under way
         self._scaled_pass = False
-        #: the seed of rank 0, by which all ranks round; known after the first step of an optimizer that does
+        #: rank 0's seed of stochastic rounding; known after the first step of such an optimizer
         self._seed: int | None = None
         self._own_seed = 0
-        #: the classes of which a line said that their gradients are not checked
+        #: optimizer classes for which a message said that their gradients are not checked
         self._told_unchecked = set[str]()
-        #: a warning said that losses are not scaled
+        #: True once a warning said that losses are not scaled
         self._unscaled_losses_told = False
-        #: by which gradients are known that this engine's losses left
+        #: the mark of gradients that come from this engine's scaled losses
         self._mark = next(_MARKS)
 
     # ------------------------------------------------------------------ the module
 
     def check(self, module: nn.Module, faults: Faults) -> None:
-        """Note what in ``module`` the policy cannot be carried out on; change nothing."""
+        """Add to ``faults`` every reason why the policy cannot be applied to ``module``.
+
+        The module is not changed. The engine keeps the modules that ``prepare`` will change.
+
+        Raises:
+            MissingExtraError: ``"fp8-mixed"`` without torchao.
+            PlanError: an unsupported release of torchao.
+        """
         self._module = module
         self.pin_map = pins.resolve(
             module, self.policy.pins, faults, self.policy.storage_dtype, self.policy.buffer_dtype
@@ -140,14 +158,17 @@ class StepEngine(ABC):
             self.recomputed = checkpointing.select(module, self.policy.checkpointing, faults)
 
     def _lstms_without_kernel(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The LSTMs that autocast may not run on this CPU, by name."""
+        """Return, by name, the LSTMs that this CPU may be unable to run under autocast.
+
+        The result is empty on other devices, and without autocast.
+        """
         dtype = self.policy.compute_dtype
         if self.device.type != "cpu" or dtype == self.policy.storage_dtype:
             return {}
         return lstms.without_kernel(module, to_torch(dtype), (member.module for member in self.pin_map.members))
 
     def stored_dtypes(self) -> Callable[[Tensor], torch.dtype]:
-        """A function from a parameter of the checked module to the dtype it will be stored in."""
+        """Return a function from a parameter of the checked module to its storage dtype."""
         assert self._module is not None
         other = to_torch(self.policy.storage_dtype)
         own = pins.kept_dtypes(self._module, other)
@@ -155,12 +176,18 @@ class StepEngine(ABC):
         return lambda parameter: pinned.get(id(parameter)) or own.get(id(parameter), other)
 
     def fp32_names(self) -> dict[str, list[str]]:
-        """By half format, the names of weights that stay fp32 where the rest is cast to it: pinned, or declared."""
+        """Return, by half format, the names of tensors that stay fp32 if the rest is cast to it.
+
+        A pin to fp32 or the model itself decides that. A format without such tensors is left out.
+        """
         assert self._module is not None
         return pins.fp32_names(self._module, {member.module: member.pin.dtype for member in self.pin_map.members})
 
     def prepare(self, module: nn.Module) -> None:
-        """Cast what no pin covers, then synchronize, convert, pin and checkpoint, in place; ``check`` came before."""
+        """Change ``module`` in place: pin, cast the rest, synchronize, convert to FP8, checkpoint.
+
+        ``check`` must have run before.
+        """
         policy, compute = self.policy, to_torch(self.policy.compute_dtype)
         covered = {id(member.module) for member in self.pin_map.members}
         pins.remove(submodule for submodule in module.modules() if id(submodule) not in covered)
@@ -176,15 +203,19 @@ class StepEngine(ABC):
             self._applied.enter_context(checkpointing.apply(module, self.recomputed, policy.checkpointing))
 
     def _tell_dtype(self, module: nn.Module) -> None:
-        """Have ``self.dtype`` of every LightningModule be the dtype of its parameters, as ``module.to(dtype)`` does."""
+        """Set ``dtype`` of every LightningModule in ``module`` as ``module.to(dtype)`` would.
+
+        It is the pin's dtype for a pinned module, else the policy's storage dtype. A module in
+        float64 keeps it if that dtype is fp32.
+        """
         pinned = {id(member.module): member.pin.dtype for member in self.pin_map.members}
         for part in module.modules():
             dtype = to_torch(pinned.get(id(part), self.policy.storage_dtype))
-            # the parameters of a module in float64 stay in it where the plan stores fp32
+            # An fp32 plan leaves parameters in float64 as they are.
             set_dtype(part, dtype, kept=torch.float64 if dtype == torch.float32 else None)
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Note which optimizers cannot step under the policy."""
+        """Add a fault for each optimizer that cannot step under the policy."""
         for optimizer in optimizers:
             if optimizer_facts.evaluates_again(optimizer) and self._steps_once:
                 self._add_evaluates_again(optimizer, faults)
@@ -204,10 +235,13 @@ class StepEngine(ABC):
         faults.add(given, fix=f"use an optimizer that steps once a batch (AdamW, SGD), or {instead}")
 
     def accept_another_pass(self, optimizer: Optimizer) -> None:
-        """Say once of an optimizer that the gradients of a second pass within its step are not checked.
+        """Log, once for each class, that gradients of a second pass within a step are not checked.
+
+        Nothing is logged if the policy checks no gradients.
 
         Raises:
-            PlanError: no optimizer may evaluate its closure again: there is a loss scale, or weights are sharded.
+            PlanError: no optimizer may evaluate its closure again, because there is a loss scale or
+                weights are sharded.
         """
         if self._steps_once:
             with Faults() as faults:
@@ -218,7 +252,10 @@ class StepEngine(ABC):
             rank_zero_info(f"{name} evaluates its closure again within a step: its gradients are not checked")
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, and the model as the strategy wrapped it.
+        """Begin to step ``optimizers``. ``model`` is the module as the strategy wrapped it.
+
+        The scaler forgets its notes about gradients. Under a loss scale, a global hook refuses
+        steps of optimizers that the plan does not make.
 
         Raises:
             PlanError: an optimizer cannot step under the policy.
@@ -240,7 +277,7 @@ class StepEngine(ABC):
         self._places = [] if self._module is None else pins.places(self._module, self.pin_map)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step these optimizers from now on; say once of each class if its gradients are not checked.
+        """Step these optimizers from now on. Log once, by class, if gradients are not checked.
 
         Raises:
             PlanError: an optimizer cannot step under the policy.
@@ -262,16 +299,17 @@ class StepEngine(ABC):
         return {id(parameter): parameter for each in self.optimizers for parameter in grads.parameters_of(each)}
 
     def _take_parameters(self, updated: dict[int, Tensor]) -> None:
-        """Note which parameters the optimizers update, and which of the module's they do not."""
+        """Keep the parameters that optimizers update, and the module's other parameters."""
         self._updated = updated
         self._not_updated = [parameter for parameter in self._parameters if id(parameter) not in updated]
         self._all_parameters = [*updated.values(), *self._not_updated]
 
     def follow_optimizers(self) -> None:
-        """Take the optimizers and groups that the Trainer has by now, if they were changed since the last look.
+        """Take the Trainer's present optimizers and groups, if they changed since the last check.
 
-        Finetuning callbacks add a group in the run. Its gradients are divided by the loss scale once, with the
-        optimizer's, and no longer with those of parameters that no optimizer updates.
+        Finetuning callbacks add a group during the run. Its gradients are then unscaled with the
+        optimizer's, and no longer with the gradients of parameters that no optimizer updates.
+        Nothing happens outside a fit.
 
         Raises:
             PlanError: a new optimizer cannot step under the policy.
@@ -288,7 +326,11 @@ class StepEngine(ABC):
             self._take_parameters(updated)
 
     def release(self) -> None:
-        """Take checkpointing, FP8 and synchronization out again; pins stay, as the dtypes they protect do."""
+        """Undo all changes of the module except pins and dtypes.
+
+        Checkpointing, FP8, synchronized batch norms and LSTM changes are undone, and hooks are
+        removed. Pins stay because the dtypes that they protect stay.
+        """
         self._applied.close()
         if self.scaler.enabled:
             self.scaler.within_run = False
@@ -298,12 +340,16 @@ class StepEngine(ABC):
     # ------------------------------------------------------------------ the step
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """Around ``training_step``, after a look at which parameters were frozen or unfrozen, and modules replaced.
+        """Check for changes of the module, and return the context for ``training_step``.
 
-        The first is watched: whatever computes with a pinned weight outside of its module is refused.
+        The context of the first step raises a PlanError if a pinned weight runs in another dtype
+        outside its module. After the first backward pass, a warning names modules that were
+        chosen for checkpointing and do not recompute.
 
         Raises:
-            PlanError: a pinned module was replaced in the run.
+            PlanError: a pinned module was replaced during the run.
+            RuntimeError: under DDP, parameters were frozen or unfrozen within an accumulation
+                window.
         """
         trained = [*map(_REQUIRES_GRAD, self._parameters)]
         if trained != self._trained:
@@ -316,10 +362,13 @@ class StepEngine(ABC):
         return self.first_step("training_step")
 
     def _tell_of_recomputation(self) -> None:
-        """After the first backward pass, warn of modules that were chosen for checkpointing and not recomputed."""
+        """Warn of modules that were chosen for checkpointing and whose forward nothing called.
+
+        The check is skipped if torch.compile was used.
+        """
         assert self._module is not None, "training_step() before check()"
         self._told_of_recomputation = True
-        # within a compiled graph recomputation cannot be seen
+        # Recomputation inside a compiled graph is invisible here.
         kept = [] if traces_graphs(self._module) else checkpointing.kept_after_all(self._module, self.recomputed)
         if kept:
             named = ", ".join(map(repr, kept[:3])) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
@@ -329,7 +378,11 @@ class StepEngine(ABC):
             )
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
-        """Around a step: the first of ``method`` is watched, unless the first of training was."""
+        """Return the context that watches the first call of ``method``.
+
+        The context does nothing in later calls, after a watched ``training_step``, and if there is
+        nothing to watch.
+        """
         if self._module is None or not self._watched.isdisjoint(("training_step", method)):
             return NOTHING
         self._watched.add(method)
@@ -341,17 +394,21 @@ class StepEngine(ABC):
             return NOTHING
         return first_step.FirstStep(module, self.pin_map.members, self.policy.compute_dtype, halves)
 
-    def on_trained_changed(self) -> None:  # noqa: B027  nothing has to be done where a strategy looks at every step
-        """Parameters were frozen or unfrozen since the last step."""
+    def on_trained_changed(self) -> None:  # noqa: B027  strategies that check every step do nothing
+        """React to parameters that were frozen or unfrozen since the last step.
+
+        This method does nothing. Subclasses override it.
+        """
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Return the loss to run backward on: times the scale, if there is one and an optimizer uses the gradients.
+        """Return the loss times the loss scale, or unchanged without a scale or an optimizer.
 
-        No optimizer does where a module adapts itself in ``test_step``, and where ``configure_optimizers`` returned
-        None. A warning says so once in a fit.
+        There is no optimizer if a module adapts itself in ``test_step``, or if
+        ``configure_optimizers`` returned None. In the second case a warning is given once.
+        Gradients that an earlier pass left unscaled are multiplied by the scale again.
 
         Raises:
-            PlanError: optimizers were replaced by those that cannot step under the policy.
+            PlanError: a new optimizer cannot step under the policy.
         """
         self.follow_optimizers()
         self.pending, self._loss = True, loss.detach()
@@ -373,11 +430,21 @@ class StepEngine(ABC):
         return any(group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward, where ``runs_backward``."""
+        """Run backward. Only called if ``runs_backward``.
+
+        Raises:
+            NotImplementedError: always, unless a subclass overrides it.
+        """
         raise NotImplementedError
 
     def after_backward(self) -> None:
-        """Mark gradients of a scaled loss. Under manual optimization unscale them: users clip before they step."""
+        """Mark the gradients of a scaled loss. Under manual optimization, unscale them.
+
+        Users of manual optimization clip before they step. After an unscaled loss nothing happens.
+
+        Raises:
+            PlanError: no optimizer updates the module, and no gradient reached the optimizers.
+        """
         if not self._scaled_pass:
             return
         self._scaled_pass = False
@@ -390,7 +457,10 @@ class StepEngine(ABC):
             self.scaler.divide_(self.optimizers, self._not_updated)
 
     def _refuse_unreached(self) -> None:
-        """Raise a PlanError if the module trains without its optimizers: whatever updates it got scaled gradients."""
+        """Raise a PlanError if no parameter of an optimizer has a gradient.
+
+        Other code that updates the module would then read scaled gradients.
+        """
         updated = [parameter for each in self.optimizers for parameter in grads.parameters_of(each)]
         if all(parameter.grad is None for parameter in updated):
             names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
@@ -401,18 +471,29 @@ class StepEngine(ABC):
             )
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring gradients unscaled and find out, in the same pass, whether they are finite on this rank."""
+        """Unscale gradients and note, in the same pass, if they are finite on this rank.
+
+        Gradients that are unscaled already are only checked. Without checks, gradients of the
+        optimizer stay as they are.
+
+        Raises:
+            PlanError: the loss of these gradients was not scaled, or nothing reduced them.
+        """
         if self.manual:
             self.begin_manual_step(optimizer)
         self.scaler.check_finite_(optimizer)
-        if self._loss_is_scaled and not self.manual:  # users clip, and take norms, over all parameters of the module
+        # Users clip, and compute norms, over all parameters of the module.
+        if self._loss_is_scaled and not self.manual:
             self.scaler.divide_unchecked_(self._not_updated)
 
     def begin_manual_step(self, optimizer: Optimizer) -> None:
-        """Where the optimizer steps again, what came before was a group of its own.
+        """Update the loss scale if the optimizer has stepped since its last update.
+
+        The steps before this one then form a group of their own.
 
         Raises:
-            PlanError: nothing has reduced gradients, as a bare ``loss.backward()`` does not ask for it.
+            PlanError: no gradient was reduced over ranks, because the user called
+                ``loss.backward()`` instead of ``manual_backward``.
         """
         if self.reduces and self._loss is None:
             raise PlanError.of(
@@ -423,24 +504,32 @@ class StepEngine(ABC):
             self.scaler.update()
 
     def check_finite_again(self, optimizer: Optimizer) -> None:
-        """Check again after the user's hooks, which may have changed the gradients."""
+        """Check gradients again, because the user's hooks may have changed them."""
         self.scaler.check_finite_(optimizer)
 
     @abstractmethod
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Clip by the global 2-norm, in fp32, and note it."""
+        """Clip by the global 2-norm, computed in fp32. Keep the norm in ``last_norm``."""
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
-        """Clip every entry to ``[-value, value]``; checked first, since that makes infinite entries finite."""
+        """Clip every entry to ``[-value, value]``.
+
+        Gradients are checked first, because clipping makes infinite entries finite.
+        """
         self.scaler.check_finite_(optimizer)
         held = [parameter for parameter in grads.parameters_of(optimizer) if parameter.grad is not None]
-        if held:  # a pipeline's stage may be frozen, of which torch's function makes an error
+        if held:  # torch's function raises without gradients, as in a frozen pipeline stage
             torch.nn.utils.clip_grad_value_(held, value)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step the optimizer, or leave everything as it was if a gradient was not finite on some rank.
+        """Step the optimizer, or skip the step if a gradient was not finite on some rank.
 
-        Returns what the optimizer returned, ``None`` where the host knows of a skip.
+        A skipped step changes no parameter and no optimizer state. On several ranks this is a
+        collective if gradients are checked. Return the value of the optimizer's ``step``, or
+        ``None`` if it was not called.
+
+        Raises:
+            RuntimeError: the optimizer has stepped since the last update of the loss scale.
         """
         with self._rounded_alike(optimizer):
             result = self.scaler.step_checked(optimizer, **kwargs)
@@ -448,9 +537,10 @@ class StepEngine(ABC):
         return result
 
     def _rounded_alike(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Around a step: an optimizer that rounds at random rounds alike on every rank, or replicas would differ.
+        """Return the context for a step in which stochastic rounding is equal on every rank.
 
-        The first such step of a run is a collective: every rank takes the seed of rank 0, which it keeps.
+        Otherwise replicas would differ. The first such step of a run is a collective: every rank
+        takes rank 0's seed and keeps it. For other optimizers the context does nothing.
         """
         if not self.distributed or not any(optimizer is each for each in self.rounding):
             return NOTHING
@@ -459,12 +549,13 @@ class StepEngine(ABC):
         return rng.seeded(rng.seed_of_step(self._seed, self.scaler.attempts), self.device)
 
     def _refuse_untracked(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse a step that the plan does not make, if it would apply gradients of a scaled loss.
+        """Raise if a step that the plan does not make would apply gradients of a scaled loss.
 
-        Other steps are the user's own affair, as those of an optimizer on a loss without a scale.
+        A step of another optimizer passes if its gradients come from a loss without a scale.
 
         Raises:
-            PlanError: an optimizer of the run is stepped past Lightning, or another one steps with such gradients.
+            PlanError: an optimizer of the run is stepped without Lightning's wrapper, or another
+                one steps with such gradients.
         """
         if self.scaler.stepping or makes_optimizer_state():
             return
@@ -485,7 +576,13 @@ class StepEngine(ABC):
             )
 
     def finish_step(self, replay: Replay) -> None:
-        """Adjust the scale once every optimizer of the group stepped, by hand there may be many; look at the budget."""
+        """Update the loss scale, and check the budget of skipped steps.
+
+        Under manual optimization the scale is updated only after every optimizer has stepped.
+
+        Raises:
+            NonFiniteError: as in ``check_budget``.
+        """
         scaler = self.scaler
         if scaler.enabled and (not self.manual or all(map(scaler.stepped, self.optimizers))):
             scaler.update()
@@ -493,15 +590,31 @@ class StepEngine(ABC):
             self.check_budget(replay)
 
     def close_group(self) -> None:
-        """``training_step`` is over: optimizers that did not step in it are not waited for."""
-        if self.scaler.group_open:  # asked of the scaler: a callback may have replaced the optimizers of the start
+        """Update the loss scale at the end of ``training_step``, if an optimizer stepped in it.
+
+        Optimizers that did not step are not waited for.
+
+        Raises:
+            NonFiniteError: as in ``check_budget``.
+        """
+        # The scaler knows: a callback may have replaced the optimizers since the step began.
+        if self.scaler.group_open:
             self.scaler.update()
             self.check_budget(None)
 
     # ------------------------------------------------------------------ the budget
 
     def check_budget(self, replay: Replay) -> None:
-        """Raise if the budget of skips, or the floor under ``at_min="raise"``, was passed."""
+        """Report or raise if the run has to end: see ``verdict``.
+
+        With ``report`` set, the reason is passed to it, and nothing is raised. Otherwise the error
+        names the first non-finite module and rank. On several ranks finding them is a collective.
+
+        Raises:
+            NonFiniteError: too many skipped steps in a row, or, with ``nonfinite="raise"``, a loss
+                that is not finite.
+            LossScaleError: an overflow at the lowest loss scale, with ``at_min="raise"``.
+        """
         verdict = self.verdict()
         if verdict is not None and self.report is not None:
             self.report(verdict)
@@ -514,7 +627,12 @@ class StepEngine(ABC):
             )
 
     def verdict(self) -> str | None:
-        """Why the run has to end after the last step, if it has; a device sync, as late as the budget allows."""
+        """Return the reason why the run has to end after the last step, or ``None``.
+
+        The check is a device sync, so it is delayed as long as the budget allows. Until then the
+        result is ``None``. With ``nonfinite="raise"`` under a loss scale, a skipped step makes it a
+        collective.
+        """
         rule, scaler = self.policy.nonfinite, self.scaler
         if scaler.attempts < self._next_check:
             return None
@@ -532,7 +650,10 @@ class StepEngine(ABC):
         return None
 
     def _loss_is_bad(self) -> bool:
-        """Whether the loss, before it was scaled, is not finite on some rank; a device sync."""
+        """True if the loss, before it was scaled, is not finite on some rank.
+
+        A device sync. On several ranks it is a collective.
+        """
         if self._loss is None:
             return False
         bad = (~torch.isfinite(self._loss)).any().float()
@@ -541,18 +662,18 @@ class StepEngine(ABC):
         return bool(bad)
 
     def reset_skip_streak(self) -> None:
-        """Reset the skip streak: the run was rewound."""
+        """Set the number of skipped steps in a row to 0, after a rewind."""
         self.scaler.load_counts({**self.scaler.counts(), "streak": 0})
         self._next_check = 0
 
     @property
     def loss_scale(self) -> float | None:
-        """The loss scale, ``None`` without one; a device sync."""
+        """Return the loss scale, or ``None`` without one. A device sync."""
         return self.scaler.get_scale() if self.scaler.enabled else None
 
 
 def max_over_ranks_(flag: Tensor) -> None:
-    """Replace ``flag`` by its maximum over all ranks."""
+    """Replace ``flag`` by its maximum over all ranks, in place. A collective."""
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
 
 
@@ -560,12 +681,16 @@ def max_over_ranks_(flag: Tensor) -> None:
 
 
 class EagerEngine(StepEngine):
-    """Carries a policy out where gradients are whole."""
+    """The engine for one device and DDP, where each rank has whole gradients."""
 
     _ddp: DistributedDataParallel | None = None
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers, and set in which dtype DDP sums gradients."""
+        """Begin to step ``optimizers``, and set the dtype in which DDP sums gradients.
+
+        Raises:
+            PlanError: an optimizer cannot step under the policy.
+        """
         super().connect(model, optimizers)
         if isinstance(model, DistributedDataParallel):
             self._ddp, self.reduces = model, "DDP"
@@ -574,30 +699,41 @@ class EagerEngine(StepEngine):
             self._connected.enter_context(outside)
 
     def _set_reduce_dtype(self, ddp: DistributedDataParallel) -> None:
-        """Have DDP, which sums each gradient in its own dtype, sum all in ``reduce_dtype``; float64 stays as it is."""
+        """Make DDP sum gradients in ``reduce_dtype`` instead of their own dtypes.
+
+        float64 and complex gradients keep their dtype. Nothing changes if no other dtype is left.
+        """
         dtype = to_torch(self.policy.reduce_dtype)
         summed = {each.dtype for each in ddp.parameters() if each.requires_grad and each.is_floating_point()}
         if summed - {dtype, torch.float64}:
             ddp.register_comm_hook(dtype, average_in)
 
     def on_trained_changed(self) -> None:
-        """Have DDP sum what is trained from now on; a RuntimeError where gradients of before are not summed yet."""
+        """Make DDP sum the gradients of the parameters that are trained now.
+
+        Raises:
+            RuntimeError: an accumulation window is open, so gradients may not be summed yet.
+        """
         if self._ddp is not None:
             if self.pending:
                 given = "parameters frozen or unfrozen within an accumulation window, with DDP"
                 raise RuntimeError(str(Fault(given, fix="change them after a step, or use strategy='mp_fsdp2'")))
-            # DDP notes the parameters when it is made, or unpickled
+            # DDP collects the parameters only when it is constructed or unpickled.
             self._ddp.__setstate__(self._ddp.__getstate__())
             if not sharding_compat.register_comm_hooks(self._ddp):
                 self._set_reduce_dtype(self._ddp)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Clip by the global 2-norm, in fp32."""
+        """Clip by the global 2-norm, computed in fp32. Keep the norm in ``last_norm``."""
         self.last_norm = grads.clip_grad_norm_(grads.parameters_of(optimizer), max_norm)
 
 
 def average_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The communication hook: average a bucket in ``dtype``, or float64 and complex ones in their own."""
+    """Average a bucket over all ranks in ``dtype``, as a communication hook of DDP.
+
+    float64 and complex buckets are averaged in their own dtype. The future returns the bucket's
+    gradient. It is overwritten in place.
+    """
     gradient = bucket.buffer()
     wire = gradient if gradient.is_complex() or gradient.dtype == torch.float64 else gradient.to(dtype)
     work: Any = dist.all_reduce(wire.div_(dist.get_world_size()), async_op=True)

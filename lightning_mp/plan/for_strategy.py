@@ -1,4 +1,4 @@
-"""On which devices and Lightning strategies a plan runs, with which engine, and what it refuses on them."""
+"""The engine for a Lightning strategy, and checks of a plan against a strategy and a device."""
 
 import sys
 from collections.abc import Callable
@@ -35,7 +35,10 @@ _INSTEAD = "use strategy='mp_fsdp2' without configure_model, which shards after 
 
 
 def required_hosts(strategy: Strategy | None) -> list[str]:
-    """Return which hosts, and which parts of them, a run on ``strategy`` needs, for ``require_versions``."""
+    """Return the hosts, and parts of hosts, that a run on ``strategy`` needs.
+
+    They are arguments for ``require_versions``: ``"torch"``, ``"torch:ddp"``.
+    """
     needs = ["torch", "lightning"]
     if isinstance(strategy, DeepSpeedStrategy):
         needs.append("deepspeed")
@@ -43,13 +46,16 @@ def required_hosts(strategy: Strategy | None) -> list[str]:
         needs.append("torch:sharding")
     elif isinstance(strategy, DDPStrategy):
         needs.append("torch:ddp")
-    if "transformers" in sys.modules:  # else the model is none of its
+    if "transformers" in sys.modules:  # otherwise the model is not one of transformers
         needs.append("transformers")
     return needs
 
 
 def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module) -> PrecisionPolicy:
-    """``policy`` with the precision that ``auto`` means for ``module`` on ``device``; logs the reason."""
+    """Return ``policy`` with the choice of ``auto`` for ``module`` on ``device``. Log the reason.
+
+    Its own TF32 setting is kept. Its loss scale is kept only if the choice is an fp16 mode.
+    """
     choice = hardware.choose(device, sum(parameter.numel() for parameter in module.parameters()))
     rank_zero_info(f"precision 'auto' is {choice.precision!r}: {choice.reason}")
     return replace(
@@ -61,7 +67,7 @@ def resolved(policy: PrecisionPolicy, device: hardware.Device, module: nn.Module
 
 
 def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Faults) -> None:
-    """Note why ``device`` cannot compute what the policy declares."""
+    """Add a fault if ``device`` cannot run the policy's precision or its TF32 setting."""
     emulate = policy.fp8 is not None and policy.fp8.anywhere
     if (refused := hardware.refusal(device, policy.precision, emulate=emulate)) is not None:
         problem, allowed, fix = refused
@@ -71,7 +77,12 @@ def check_device(policy: PrecisionPolicy, device: hardware.Device, faults: Fault
 
 
 def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[], None] | None:
-    """Set TF32 as the policy says, where the device has it; what puts it back. What is slow there is said."""
+    """Set TF32 as the policy says, and return a function that restores the setting.
+
+    ``None`` and no change if the policy leaves TF32 alone, or if the device has no TF32. The second
+    case is logged. It is also logged if FP8 products are emulated, and therefore slow, on the
+    device.
+    """
     if policy.fp8 is not None and (device.type != "cuda" or emulates(policy.fp8.recipe, policy.fp8.emulate)):
         needs = ": MXFP8 needs compute capability 10.0 (not 12.0), CUDA 12.8 and torchao's kernels"
         needs = needs if policy.fp8.blocks and not policy.fp8.emulate else ""
@@ -85,13 +96,20 @@ def switch_tf32(policy: PrecisionPolicy, device: hardware.Device) -> Callable[[]
 
 
 def engine_of(strategy: Strategy | None) -> type[StepEngine]:
-    """The engine for ``strategy``; this package's own strategies name theirs in ``plan_engine``."""
+    """Return the class of engine for ``strategy``.
+
+    A strategy of this package names it in ``plan_engine``. It is ShardedEngine for Lightning's
+    ModelParallelStrategy, and EagerEngine for every other strategy and for none.
+    """
     stock = ShardedEngine if isinstance(strategy, ModelParallelStrategy) else EagerEngine
     return getattr(strategy, "plan_engine", stock)
 
 
 def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPolicy:
-    """``policy`` with what the strategy's own config says where the plan says nothing; a line tells of it."""
+    """Return ``policy``, completed from the strategy's own config if it has one (DeepSpeed's JSON).
+
+    A loss scale that the JSON adds is logged. Other strategies return ``policy`` unchanged.
+    """
     whole: PrecisionPolicy = getattr(strategy, "completed", lambda given: given)(policy)
     if whole != policy:
         rank_zero_info(f"DeepSpeed config: loss_scaling={whole.loss_scaling!r} is the JSON's, the plan has none")
@@ -99,7 +117,9 @@ def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPo
 
 
 def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
-    """Note why the plan cannot run on ``strategy``, and which ``mp_*`` can; returns what its ``check_plan`` does."""
+    """Add a fault if the plan cannot run on ``strategy``. The fix says which ``mp_*`` can.
+    Return the value of the strategy's ``check_plan``, or ``None`` without such a method.
+    """
     policy = engine.policy
     shards = isinstance(strategy, (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy))
     if policy.fp8 is not None and policy.fp8.all_gather and shards and not hasattr(strategy, "gathers_fp8"):
@@ -126,22 +146,30 @@ def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Fau
 
 
 def synced(strategy: Strategy, module: nn.Module, faults: Faults) -> list[nn.Module]:
-    """The batch norms that ``sync_batchnorm=True`` means; notes why they cannot be synchronized, if so."""
+    """Return the batch norms that ``sync_batchnorm=True`` synchronizes.
+
+    The list is empty without ``sync_batchnorm``, and with a LayerSync class of the user's own. A
+    fault is added if they cannot be synchronized.
+    """
     layer_sync = layer_sync_of(strategy)
-    if type(layer_sync) is not TorchSyncBatchNorm:  # none, or a class of the user's own
+    if type(layer_sync) is not TorchSyncBatchNorm:
         return []
     mesh = mesh_of(strategy) if isinstance(strategy, ModelParallelStrategy) else None
     if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names and mesh["tensor_parallel"].size() > 1:
         given = "sync_batchnorm=True with tensor parallelism, whose ranks see the same batch"
         faults.add(given, fix="leave tensor_parallel out, or sync_batchnorm=True")
-    if type(strategy) is DDPStrategy and strategy.root_device.type == "cpu":  # it has replaced them by now
+    # Lightning's DDPStrategy has replaced the batch norms before the plan is applied.
+    if type(strategy) is DDPStrategy and strategy.root_device.type == "cpu":
         given = "sync_batchnorm=True with Lightning's DDPStrategy on a CPU, where torch's SyncBatchNorm does not run"
         faults.add(given, fix="use strategy='mp_ddp'")
     return sync_batchnorm.select(module, faults)
 
 
 def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) -> None:
-    """A communication hook of the user's own decides what is summed; so does ``reduce_dtype``."""
+    """Add a fault if the user's communication hook of DDP contradicts ``reduce_dtype``.
+
+    It does if its name contains "compress", or if a parameter is stored in another dtype.
+    """
     hooks = [getattr(hook, "__name__", str(hook)) for hook in ddp_hooks(strategy) if hook is not None]
     stored = {policy.storage_dtype, *(pin.dtype for pin in policy.pins if pin.accumulate is None)}
     if hooks and (stored != {policy.reduce_dtype} or any("compress" in name for name in hooks)):
@@ -150,19 +178,23 @@ def _check_hook(strategy: DDPStrategy, policy: PrecisionPolicy, faults: Faults) 
 
 
 def check_users_sharding(module: nn.Module, policy: PrecisionPolicy, pin_map: PinMap, faults: Faults) -> None:
-    """Note what ``configure_model``, or a run before, decided otherwise than the plan."""
+    """Add a fault for each contradiction between the plan and ``fully_shard`` calls before it.
+
+    ``configure_model`` or an earlier run made these calls. A sharded parameter may have another
+    storage dtype than the plan's, and a unit another reduce dtype.
+    """
     pinned, wrong = pin_map.dtypes(), list[str]()
     for name, parameter in module.named_parameters():
         wanted, dtype = pinned.get(id(parameter), policy.storage_dtype), parameter.dtype
         cast_to_it = dtype in TORCH_DTYPES.values() or (dtype == torch.float64 and wanted != "fp32")
-        # what is sharded can no longer be cast
+        # A sharded parameter can no longer be cast.
         if hasattr(parameter.data, "to_local") and dtype != to_torch(wanted) and cast_to_it:
             wrong.append(f"{name!r} in {dtype}, which the plan stores in {wanted}")
     if wrong:
         faults.add(f"{len(wrong)} parameters sharded already, such as {wrong[0]}", fix=f"{_INSTEAD}, with a new module")
     reduce_dtype = to_torch(policy.reduce_dtype)
     for name, mixed, own in sharding_compat.policies(module):
-        # Without one, torch sums in the dtype that is gathered.
+        # Without a reduce_dtype, torch sums gradients in the dtype in which it gathers weights.
         if mixed.param_dtype is not None or (mixed.reduce_dtype or own) != reduce_dtype:
             given = f"fully_shard on {name!r} with {mixed}, where the plan sums in {reduce_dtype}"
             faults.add(given, fix=f"write MixedPrecisionPolicy(reduce_dtype={reduce_dtype}), or {_INSTEAD}")

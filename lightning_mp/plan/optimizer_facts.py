@@ -1,4 +1,7 @@
-"""What a plan has to know of an optimizer: its closure, and whether it can step on shards."""
+"""Properties of an optimizer that a plan needs: its use of the closure, its rounding, its parts.
+
+``check_shards`` refuses optimizers that cannot step on shards.
+"""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -11,20 +14,26 @@ from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.grads import steps_as_torch
 
-#: classes by their names, in any case of letters
+# Optimizer classes by their names in lower case.
+#: SAM and its variants, which evaluate the closure a second time
 _SAM = {"asam", "esam", "gsam", "looksam", "sam", "wsam"}
-#: those that estimate one rate over all parameters, and all that look at all of them together
+#: optimizers that estimate one learning rate from all parameters
 _RATES = {"dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "prodigy"}
+#: optimizers whose update of a parameter depends on all parameters
 _TOGETHER = _SAM | _RATES | {"fusedlamb", "lamb"}
-#: those that look at a parameter as a whole: its norm, its rows and columns
+#: optimizers that use the rows and columns of a whole parameter
 _MATRICES = {"adafactor", "adafactorbigvision", "came", "galoreadamw", "galoreadafactor", "adam_mini", "soap", "muon"}
+#: optimizers that use the norm of a whole parameter
 _NORMS = {"adamp", "fusednovograd", "lars", "novograd", "nvnovograd", "sgdp"}
+#: optimizers that need whole parameters
 _WHOLE = _MATRICES | _NORMS | {"shampoo", "distributedshampoo"}
 
-#: what an optimizer is given to step: FSDP2's DTensors, pieces of flattened tensors, the parameters of one stage
+#: kinds of sharded parameters: FSDP2's DTensors, pieces of flat tensors, one stage's parameters
 Shards = Literal["DTensors", "flat pieces", "a stage"]
-#: classes and packages that cannot: kernels that are given the address of a tensor's numbers, which a DTensor does not
-#: have; torchao's state, quantized in blocks; Adafactor mixes DTensors with plain ones
+# - Kernels of these packages read a tensor's memory address, which a DTensor does not have.
+# - Adafactor mixes DTensors with plain tensors.
+# - torchao quantizes optimizer states in blocks, which flat pieces cut.
+#: by kind of shard, the classes and the packages of optimizers that cannot step on it
 _CANNOT: dict[Shards, tuple[set[str], tuple[str, ...]]] = {
     "DTensors": (_RATES | {"adafactor"}, ("deepspeed.", "bitsandbytes.", "apex.")),
     "flat pieces": (_WHOLE | _TOGETHER, ("torchao.",)),
@@ -33,7 +42,10 @@ _CANNOT: dict[Shards, tuple[set[str], tuple[str, ...]]] = {
 
 
 def _step_parameters(optimizer: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the optimizer's ``step``; of a wrapper without one, those of the optimizer that answers."""
+    """Return the parameters of the class's ``step``, or of the instance's if the class has none.
+
+    The second case is a wrapper that forwards attributes to its optimizer.
+    """
     step = getattr(type(optimizer), "step", None) or optimizer.step
     return inspect.signature(step).parameters
 
@@ -45,7 +57,10 @@ def requires_closure(optimizer: Any) -> bool:
 
 
 def takes_closure(optimizer: Any) -> bool:
-    """True if the optimizer may do something with a closure. Torch's own only call it first, which changes nothing."""
+    """True if the optimizer's ``step`` accepts a closure and is not torch's own.
+
+    torch's own optimizers, except LBFGS, only call it before they step, so it makes no difference.
+    """
     if steps_as_torch(optimizer):
         return False
     parameters = _step_parameters(optimizer)
@@ -53,19 +68,22 @@ def takes_closure(optimizer: Any) -> bool:
 
 
 def evaluates_again(optimizer: Any) -> bool:
-    """True if it, or an optimizer that it holds, is of LBFGS's kind or of SAM's."""
+    """True if the optimizer, or one of its parts, requires a closure (LBFGS) or is a SAM."""
     return any(requires_closure(part) or _is_sam(part) for part in parts(optimizer))
 
 
 def _is_sam(optimizer: Any) -> bool:
-    """True by the name of its class, or by the two steps that implementations of SAM have."""
+    """True if a class of the optimizer has SAM's name, or ``first_step`` and ``second_step``."""
     kind = type(optimizer)
     by_name = not _SAM.isdisjoint(each.__name__.lower() for each in kind.__mro__)
     return by_name or (hasattr(kind, "first_step") and hasattr(kind, "second_step"))
 
 
 def rounds_at_random(optimizer: Any) -> bool:
-    """True if an option of the optimizer, or of one that it holds, says so (torchao's ``bf16_stochastic_round``)."""
+    """True if an option for stochastic rounding is True in the optimizer or in one of its parts.
+
+    An example is torchao's ``bf16_stochastic_round``.
+    """
     options = [each for part in parts(optimizer) for each in (_attributes(part), *part.param_groups)]
     return any("stochastic_round" in str(name) and value is True for each in options for name, value in each.items())
 
@@ -76,7 +94,11 @@ def needs_whole_parameters(name: str) -> bool:
 
 
 def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Faults) -> None:
-    """Note an optimizer that is known to be unable to step on ``shards``."""
+    """Add a fault if the optimizer, or one of its parts, is known to fail on ``shards``.
+
+    ``where`` describes the shards in the message. An optimizer of plain tensors passes the check
+    for DTensors.
+    """
     if shards == "DTensors" and not any(isinstance(parameter, DTensor) for parameter in grads.parameters_of(optimizer)):
         return
     kinds = [kind for part in parts(optimizer) for kind in type(part).__mro__]
@@ -91,9 +113,12 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizer, and those that it holds as attributes, or in lists and mappings among them."""
+    """Return the optimizer and, recursively, the optimizers in its attributes.
+
+    Lists, tuples and dicts that are attributes are searched too, one level deep.
+    """
     optimizers: list[Any] = [optimizer]
-    for part in optimizers:  # grows meanwhile
+    for part in optimizers:  # the list grows during the loop
         for value in _attributes(part).values():
             inside: list[Any] = [value]
             if isinstance(value, (list, tuple)):

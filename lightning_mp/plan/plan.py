@@ -51,24 +51,37 @@ if TYPE_CHECKING:
 
 
 class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Carries a precision policy out as a Lightning plugin: ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
+    """A Lightning precision plugin with a policy.
 
-    It is a ``FSDPPrecision`` only so that every stock strategy accepts it; nothing of that class is used.
+    Use it as ``Trainer(plugins=[MixedPrecisionPlan("16-mixed")])``.
+
+    It is a ``FSDPPrecision`` only so that every stock strategy accepts it. No code of that class
+    is used.
 
     Args:
-        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"fp8-mixed"`` or
-            ``"auto"``; other words for them are taken as well (``16``, ``"fp16"``, ``"bf16"``).
-        loss_scaling: the rule of the loss scale, for the fp16 modes; a :class:`LossScaling` or a mapping of its fields.
-        pins: module patterns and the dtype each is stored and run in, ``{"*norm*": "fp32"}``; the first match wins.
-        tf32: ``True`` (``"high"``) lets fp32 products run in TF32, ``False`` (``"highest"``) not; ``None`` is torch's.
-        checkpointing: the modules that recompute their activations; a pattern or a :class:`Checkpointing`.
-        fp8: the rule of the FP8 products, for ``"fp8-mixed"``; a recipe's name or an :class:`FP8`.
-        nonfinite: ``"skip"``, ``"raise"``, ``"ignore"`` or a :class:`NonFinite`: what a non-finite gradient leads to.
-        reduce_dtype: the dtype gradients are summed in across ranks, fp32 by default.
-        buffer_dtype: the dtype of floating buffers; by default that of the parameters under the true modes.
+        precision: ``"32-true"``, ``"bf16-mixed"``, ``"16-mixed"``, ``"bf16-true"``, ``"16-true"``,
+            ``"fp8-mixed"`` or ``"auto"``. Other spellings are accepted too (``16``, ``"fp16"``,
+            ``"bf16"``).
+        loss_scaling: the rule of the loss scale, for the fp16 modes and ``"auto"``. A
+            :class:`LossScaling` or a mapping of its fields.
+        pins: module patterns with the dtype in which a module is stored and run,
+            ``{"*norm*": "fp32"}``. The first match wins.
+        tf32: ``True`` or ``"high"`` lets fp32 products run in TF32. ``False`` or ``"highest"``
+            forbids it. ``"medium"`` is torch's setting of that name. ``None`` leaves torch's
+            setting as it is.
+        checkpointing: the modules that recompute their activations. A pattern, a
+            :class:`Checkpointing` or a mapping of its fields.
+        fp8: the rule of the FP8 products, for ``"fp8-mixed"``. A recipe's name, an :class:`FP8`
+            or a mapping of its fields.
+        nonfinite: the treatment of a step with non-finite gradients. ``"skip"``, ``"raise"``,
+            ``"ignore"``, a :class:`NonFinite` or a mapping of its fields.
+        reduce_dtype: the dtype in which gradients are summed over ranks, fp32 by default.
+        buffer_dtype: the dtype of floating buffers. By default the true modes cast them to the
+            dtype of the parameters, and the other modes leave them unchanged.
 
     Raises:
-        PlanError: what was given cannot be carried out; every fault is named at once.
+        PlanError: an argument is unknown, or has a bad value. All unknown arguments are reported
+            together; without any, all bad values.
     """
 
     @near_keywords
@@ -90,38 +103,49 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         modules: dict[str, Any] = {"pins": pins, "checkpointing": checkpointing, "fp8": fp8}
         self._declare(PrecisionPolicy(**dtypes, **steps, **modules))
 
-    #: keys of a saved plan that are no fields of a policy: it can be read, and does not run
+    #: keys of a saved plan that are no fields of a policy; with any, :meth:`apply` refuses the plan
     _unknown_keys: Sequence[str] = ()
 
     def _declare(self, policy: PrecisionPolicy) -> None:
         self._declared, self._run = policy, Run(policy)
-        #: the runs of Trainers that live; the last one, which copies of the plan share
+        # The run of each live Trainer. The list holds the last run; copies of the plan share it.
         self._runs, self._last = WeakKeyDictionary[Trainer, Run](), list[Run]()
 
     @classmethod
     def from_policy(cls, policy: PrecisionPolicy) -> MixedPrecisionPlan:
-        """The plan that carries ``policy`` out."""
+        """Return a plan with ``policy``."""
         plan = cls.__new__(cls)
         plan._declare(policy)
         return plan
 
     @classmethod
     def preset(cls, name: str) -> MixedPrecisionPlan:
-        """A plan by name: fp32, tf32, bf16, fp16, bf16_true, fp16_true, longspec, or v100, t4, a100, h100, b200."""
+        """Return a plan by name.
+
+        Names: fp32, tf32, bf16, fp16, bf16_true, fp16_true, longspec, v100, t4, a100, h100, b200.
+
+        Raises:
+            PlanError: an unknown name.
+        """
         return cls.from_policy(precision_policy.preset(name))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | int | PathLike[str]) -> MixedPrecisionPlan:
-        """A plan from a mapping of its arguments, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
+        """Return a plan from ``config``.
+
+        ``config`` is a mapping of the plan's arguments, an OmegaConf ``DictConfig``, the path of a
+        YAML file, or a precision.
 
         Raises:
-            PlanError: an unknown key or a bad value; every fault is named at once, with the line of a file.
+            PlanError: the file cannot be read, a key is unknown, or a value is bad. Unknown keys
+                and bad values are reported together. A fault of a YAML file names the line of its
+                key if that is known.
         """
         with load.named_lines(config):
             return cls.from_policy(PrecisionPolicy.from_dict(load.plain_mapping(config)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # plain values, which torch.load(weights_only=True) takes
+        # Plain values only, because torch.load(weights_only=True) refuses others.
         own = file_format.stamped({"_declared": self._declared.to_dict()})
         if self.deepspeed_notes is not None:
             own["deepspeed_notes"] = asdict(self.deepspeed_notes)
@@ -143,13 +167,16 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionPlan:
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__setstate__(self.__getstate__())
-        # Packages copy their arguments: what the copy counts can be asked of the plan that the user holds.
+        # Packages copy their arguments. The user's plan then reads the counts of the copy's run.
         copied._last = self._last
         return copied
 
     @property
     def device(self) -> str:
-        """The type of the device that it computes on, ``"cuda"``, as Lightning's ``MixedPrecision`` has it."""
+        """Return the type of the run's device (``"cuda"``), as ``MixedPrecision.device`` does.
+
+        Before a run it is ``"cpu"``.
+        """
         return self._run.device.type
 
     def __repr__(self) -> str:
@@ -159,17 +186,26 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     # ------------------------------------------------------------------ the module
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """:meth:`apply`, as Lightning's own strategies call it; returns ``module``."""
+        """Call :meth:`apply` and return ``module``. Lightning's own strategies call this."""
         self.apply(module)
         return module
 
     def apply(self, module: nn.Module) -> Any:
-        """Check everything, then change ``module`` in place to what the policy declares.
+        """Check the policy on this module, device and strategy, then change ``module`` in place.
 
-        Returns what the strategy's ``check_plan`` did, such as the units that it is going to shard, if it has one.
+        The run begins: process-wide settings, such as TF32, are changed until :meth:`teardown`. A
+        module that is attached to no Trainer is checked for the device of its first parameter. On
+        several ranks of a process group this is a collective, which compares the plan, the module
+        and the faults of all ranks.
+
+        Returns:
+            The value of the strategy's ``check_plan``, such as the units that it will shard.
+            ``None`` if there is no Trainer, or if the strategy has no such method.
 
         Raises:
-            PlanError: the policy cannot be carried out on this model, device or strategy; nothing was changed.
+            PlanError: the policy cannot run on this module, device or strategy. The module is
+                unchanged.
+            MissingExtraError: ``"fp8-mixed"`` without torchao.
         """
         trainer = trainer_of(module)
         strategy = None if trainer is None else trainer.strategy
@@ -222,7 +258,11 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     def _check_fit(
         self, trainer: Trainer, engine: StepEngine, module: nn.Module, faults: Faults
     ) -> BadStepCallback | None:
-        """What the engine has to know of the Trainer; in a fit the callback for bad steps, where the policy asks."""
+        """Give ``engine`` the Trainer's stage and, in a fit, the batch norms to synchronize.
+
+        Return the callback for non-finite steps. ``None`` if this is no fit, or if the policy's
+        ``nonfinite`` keeps no batches. Problems are added to ``faults``.
+        """
         engine.stages = trainer.state, RunningStage.TRAINING
         if trainer.state.fn != TrainerFn.FITTING:
             return None
@@ -234,7 +274,14 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         return BadStepCallback(self, trainer, faults)
 
     def _attach(self, trainer: Trainer | None, module: nn.Module) -> None:
-        """Begin the run of ``trainer``, or go on with it; that of a Trainer around it waits until it ends."""
+        """Select the run of ``trainer``: its earlier one, or a new one.
+
+        The run before it is released. It is kept if its Trainer is still running, which then has
+        started ``trainer`` inside its own run. Without a Trainer only the device is set.
+
+        Raises:
+            PlanError: ``trainer`` runs inside the run of another Trainer on the same module.
+        """
         run, before = self._run, self.trainer
         others = run.engine is not None and before is not trainer
         if others and before is not None and before.state.status == TrainerStatus.RUNNING:
@@ -259,14 +306,17 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Take the optimizers, and check them against the policy.
+        """Check ``optimizers`` against the policy, and use them in the steps of a fit.
+
+        Return the three arguments unchanged. Nothing happens before :meth:`apply`.
 
         Raises:
-            PlanError: an optimizer that evaluates its closure again, under loss scaling.
+            PlanError: an optimizer cannot step under the policy. It evaluates its closure again
+                under loss scaling or on shards, or it cannot step on shards.
         """
         if self.engine is not None:
             trainer = self.trainer
-            # A Trainer that tests after a fit hands over the optimizers of that fit, which do not step.
+            # A Trainer that tests after a fit passes the optimizers of that fit. They do not step.
             stepping = trainer is None or trainer.state.fn == TrainerFn.FITTING
             self.engine.connect(model, optimizers if stepping else [])
         return model, optimizers, lr_schedulers
@@ -274,22 +324,37 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     # ------------------------------------------------------------------ forward
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Tensors and modules made in it take the parameters' dtype under the true modes."""
+        """Return a context in which ``bf16-true`` and ``16-true`` make their dtype torch's default.
+
+        New tensors and modules then have the dtype of the parameters. Under other modes the
+        context changes nothing.
+        """
         run = self._run
         return default_dtype(run.storage_dtype) if run.half_storage else nullcontext()
 
     module_init_context = tensor_init_context
 
     def forward_context(self) -> Any:
-        """Autocast under the mixed modes, the parameters' dtype as the default one under the true modes."""
+        """Return autocast under the mixed modes, else :meth:`tensor_init_context`."""
         run = self._run
         if run.autocast_dtype is None:
             return self.tensor_init_context()
-        # As in stock Lightning, without the weight cache: it keeps stale weights and blocks graph capture.
+        # Without the weight cache, as in stock Lightning. The cache keeps stale weights and blocks
+        # graph capture.
         return torch.autocast(run.device.type, run.autocast_dtype, cache_enabled=False)
 
     def train_step_context(self) -> Any:
-        """The forward context; in the first step, what runs past its pin is refused."""
+        """Return the forward context. In the first step, raise if a pinned weight is misused.
+
+        The watched step raises a PlanError if a pinned weight runs in another dtype outside its
+        module. Under manual optimization with a loss scale, the end of the context also updates
+        the scale after optimizers that stepped in it.
+
+        Raises:
+            PlanError: a pinned module was replaced during the run.
+            RuntimeError: under DDP, parameters were frozen or unfrozen within an accumulation
+                window.
+        """
         engine = self._run.engine
         watch = NOTHING if engine is None else engine.training_step()
         if engine is None or (watch is NOTHING and not engine.manual):
@@ -305,22 +370,37 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
-        """The forward context; watched as in training where the sanity check comes first."""
+        """Enter the forward context. Watch the first step, unless a training step came before.
+
+        Raises:
+            PlanError: a pinned weight runs in another dtype outside its module.
+        """
         with self.forward_context(), NOTHING if self.engine is None else self.engine.first_step("validation_step"):
             yield
 
     def convert_input(self, data: Any) -> Any:
-        """Floating inputs in the parameters' dtype under the true modes; untouched otherwise."""
+        """Return ``data`` with floating tensors in the parameters' dtype, under half true modes.
+
+        These are ``bf16-true`` and ``16-true``. Under other modes ``data`` is returned unchanged.
+        """
         return cast_floating(data, self._run.storage_dtype) if self._run.half_storage else data
 
     def convert_output(self, data: Any) -> Any:
-        """Floating outputs in torch's default dtype under the true modes; untouched otherwise."""
+        """Return ``data`` with floating tensors in torch's default dtype, under half true modes.
+
+        These are ``bf16-true`` and ``16-true``. Under other modes ``data`` is returned unchanged.
+        """
         return cast_floating(data, torch.get_default_dtype()) if self._run.half_storage else data
 
     # ------------------------------------------------------------------ backward and step
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Scale the loss; a ``PlanError`` under Lightning Fabric, which has no Trainer."""
+        """Return the loss times the loss scale, if there is one, and run Lightning's hooks.
+
+        Raises:
+            PlanError: there is no Trainer, as under Lightning Fabric, or an optimizer that came
+                during the run cannot step under the policy.
+        """
         engine = self._run.engine
         if not (engine and engine.optimizers) and self.trainer is None and trainer_of(module) is None:
             raise PlanError.of(
@@ -333,7 +413,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         return super(FSDPPrecision, self).pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward, outside autocast: manual optimization calls it from within ``training_step``."""
+        """Run backward outside autocast.
+
+        Manual optimization calls this inside ``training_step``, where autocast is on.
+        """
         run, engine = self._run, self._run.engine
         if engine is not None and engine.runs_backward:
             engine.backward(tensor, *args, **kwargs)
@@ -344,7 +427,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
                 super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Under manual optimization, unscale gradients before users see them."""
+        """Run Lightning's hooks after backward, and return the detached loss.
+
+        Under manual optimization gradients are unscaled first, because users read them.
+
+        Raises:
+            PlanError: the loss was scaled, and no optimizer of the run updates the module.
+        """
         engine = self._run.engine
         if engine is not None:
             engine.after_backward()
@@ -352,10 +441,21 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             return super().post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, unscale, check, clip, then step or skip (``docs/architecture.md``, "the life of one step").
+        """Run the closure, unscale, check, clip, then step the optimizer or skip the step.
+
+        ``docs/architecture.md`` explains it ("the life of one step"). An optimizer that evaluates
+        its closure again steps as under stock Lightning, unchecked. If ``training_step`` returned
+        ``None``, the optimizer does not step.
+
+        Returns:
+            The value of the optimizer's ``step``. If that is ``None``, the value of the closure.
 
         Raises:
-            NonFiniteError: more non-finite steps in a row than ``nonfinite`` allows.
+            NonFiniteError: more skipped steps in a row than ``nonfinite`` allows. It is a
+                LossScaleError after an overflow at the lowest loss scale, with ``at_min="raise"``.
+            PlanError: an optimizer that came during the run cannot step under the policy, or its
+                gradients come from a loss that was not scaled.
+            RuntimeError: there is no run, because the fit is over.
         """
         run, engine = self._run, self._run.engine
         if engine is None:
@@ -368,7 +468,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             run.stepped = True
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        run.stepped = engine.pending or engine.manual  # else training_step returned None: neither applied nor skipped
+        # If training_step returned None, the step is neither applied nor skipped.
+        run.stepped = engine.pending or engine.manual
         if run.stepped:
             engine.unscale(optimizer)
             with engine.hook_watch:
@@ -386,12 +487,13 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     def _run_again(
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], first_pass_unused: bool
     ) -> Any:
-        """Run the closure within the optimizer's step, as stock Lightning does, and return its loss.
+        """Run the closure and clip within the optimizer's step, as stock Lightning does.
 
-        With ``first_pass_unused`` the optimizer's later steps are those of stock Lightning.
+        Return the closure's value. If ``first_pass_unused`` is True, the optimizer did not need the
+        pass before its step. Its later steps then run as under stock Lightning, unchecked.
 
         Raises:
-            PlanError: a loss scale or shards do not allow it.
+            PlanError: there is a loss scale, or weights are sharded.
         """
         engine = self._run.engine
         assert engine is not None
@@ -403,27 +505,31 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the global norm, taken in fp32."""
+        """Clip by the global norm, computed in fp32. Without a run nothing happens."""
         if (engine := self._run.engine) is not None:
             engine.clip_norm(optimizer, float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip every entry of the unscaled gradients."""
+        """Clip every entry of the unscaled gradients. Without a run nothing happens."""
         if (engine := self._run.engine) is not None:
             engine.clip_value(optimizer, float(clip_val))
 
     # ------------------------------------------------------------------ checkpoints and the end
 
     def teardown(self) -> None:
-        """Restore every process-global that was set; Lightning calls this after success and after failure.
+        """Restore the process-wide settings and the methods that the run changed.
+
+        Lightning calls this after success and after failure. If the Trainer ran inside the run of
+        another one, the outer run becomes the plan's run again.
 
         Raises:
-            NonFiniteError: a fit applied none of its steps; Lightning then calls this once more.
+            NonFiniteError: a fit skipped all of its steps. Nothing is restored then: Lightning
+                calls this once more. A short fit with a loss scale gets a warning instead.
         """
         ended(self._run)
         self._run.release()
         for run in self._runs.values():
-            if run.engine is not None:  # that of a Trainer around this one, the innermost is the last
+            if run.engine is not None:  # an outer Trainer's run; the innermost is last
                 self._run, self._last[:] = run, [run]
 
 

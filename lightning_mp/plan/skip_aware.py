@@ -1,4 +1,7 @@
-"""Which hooks may change gradients, and what holds schedulers and weight averages on skipped steps."""
+"""Overrides of methods, by which schedulers and weight averages stay unchanged on skipped steps.
+
+``may_change_gradients`` says if the user's hooks change gradients before the step.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +17,10 @@ _OURS = __name__.partition(".")[0] + "."
 
 
 def may_change_gradients(module: LightningModule) -> bool:
-    """Whether a hook between the unscaling and the step may leave gradients not finite; this package's own do not."""
+    """True if a hook of the user's runs between unscaling and the step, where gradients may change.
+
+    Hooks of the module and of callbacks count. Callbacks of this package do not.
+    """
     if any(is_overridden(name, module, LightningModule) for name in _HOOKS):
         return True
     callbacks: list[Callback] = cast("Any", module.trainer).callbacks
@@ -23,14 +29,16 @@ def may_change_gradients(module: LightningModule) -> bool:
 
 
 class Override:
-    """A method of one instance, until it is removed; others may be stacked on it. A copy of the instance has its own.
+    """A replacement for a method of one instance, until ``remove`` is called.
 
-    ``instead`` is called with the original and the arguments; once it is removed, the original is.
+    ``instead`` is called with the original method and the arguments. After ``remove`` the original
+    is called. Several overrides may be stacked. A copied or unpickled instance has its class's
+    method.
     """
 
     def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         self.owner, self.name, self.active, self._instead = owner, name, True, instead
-        #: what the instance had under that name; ``None``: its class's own
+        #: the instance's earlier attribute of that name; ``None`` if it was the class's method
         self.before = owner.__dict__.get(name)
         owner.__dict__[name] = self
 
@@ -40,13 +48,16 @@ class Override:
 
     @property
     def __wrapped__(self) -> Any:
-        """The user's method, by which Lightning's ``is_overridden`` judges whether it is one of the user's."""
+        """Return the method under all overrides. Lightning's ``is_overridden`` inspects it."""
         if isinstance(self.before, Override):
             return self.before.__wrapped__
         return self.before or getattr(type(self.owner), self.name)
 
     def remove(self) -> None:
-        """Restore the attribute, unless another override was put over this one."""
+        """Stop the replacement, and restore the attribute.
+
+        An active override above this one stays in place.
+        """
         self.active = False
         top = self.owner.__dict__.pop(self.name, None)
         while isinstance(top, Override) and not top.active:
@@ -59,13 +70,17 @@ class Override:
         return self if copied is None else MethodType(getattr(type(copied), self.name), copied)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.owner, self.name)  # of the copy: by then it has its class's own
+        return getattr, (self.owner, self.name)  # the unpickled owner has its class's method
 
 
 def hold_on_skips(trainer: Trainer, module: LightningModule, skipped: Skipped) -> Callable[[], None]:
-    """Leave step-interval schedulers and weight averages as they are while ``skipped()``; returns what undoes it.
+    """Keep schedulers and weight averages from advancing on a step for which ``skipped()`` is True.
 
-    Overriding the module's hook, not the scheduler's ``step``, keeps schedulers saveable, and as callbacks expect them.
+    Only schedulers with ``interval="step"`` are held. A ``WeightAveraging`` callback is held in
+    updates after steps, not after epochs. Return a function that undoes this.
+
+    The override is on the module's hook and not on the scheduler's ``step``. So schedulers can be
+    saved, and callbacks find them unchanged.
     """
     undo = ExitStack()
 
@@ -78,7 +93,7 @@ def hold_on_skips(trainer: Trainer, module: LightningModule, skipped: Skipped) -
         wanted = original(step_idx=step_idx, epoch_idx=epoch_idx)
         return wanted and not (step_idx is not None and skipped())
 
-    undo.callback(Override(module, "lr_scheduler_step", step).remove)  # schedulers may be replaced in the run
+    undo.callback(Override(module, "lr_scheduler_step", step).remove)
     for callback in cast("list[Any]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, WeightAveraging):
             undo.callback(Override(callback, "should_update", should_update).remove)
