@@ -1,4 +1,4 @@
-"""Non-finite losses and gradients for a project on stock plugins: skipped on every rank, traced, and saved."""
+"""``NonFiniteGuard``: it skips, traces and saves non-finite steps of a project on stock plugins."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,34 +24,42 @@ from lightning_mp.record.run_log import RunDir, RunLog, StepTracker, WritesRun, 
 
 OnTrip = Literal["skip", "raise", "rewind"]
 _NAME = "NonFiniteGuard"
-#: at or below this scale an overflow is no search for the right one any more
+#: at or below this loss scale, an overflow is no longer an ordinary one
 _FLOOR = 1.0
 
 
 class NonFiniteGuard(ActingCallback, WritesRun):
-    """Skips every step with a non-finite loss or gradient, on all ranks, and reports where the value first appeared.
+    """A callback that skips non-finite steps on all ranks, and reports their origin.
 
-    It does for Lightning's own plugins and strategies what ``nonfinite=`` does in a
-    :class:`~lightning_mp.MixedPrecisionPlan`. A skipped step changes nothing: no weight, no decay, no optimizer state;
-    step-interval schedulers and weight averages do not advance. The bad batch is run again once, under hooks, and an
-    event names the rank whose own loss or gradients were bad, the first bad module in forward order, the parameter and
-    the batch; ``events`` holds the last 1,000, and ``events.jsonl`` in the run's folder all. The batch, and the state
-    of the random number generators before its forward, are saved there for at most 10 steps a run; see
-    :func:`replay_saved`. Until a step is over, its micro-batches stay in memory. A normal step costs one pass over the
-    gradients and one device sync.
+    A step is non-finite if its loss, or a gradient, is not finite on some rank.
 
-    Under stock ``16-mixed`` an overflow with a finite loss is the scaler's search for a scale, down to a scale of 1: it
-    gives an ``info`` event, saves nothing and does not count against ``max_consecutive``.
+    For Lightning's own plugins and strategies it does the work of ``nonfinite=`` in a
+    :class:`~lightning_mp.MixedPrecisionPlan`. A skipped step changes no weight and no optimizer
+    state. Step-interval schedulers and weight averages do not advance. A normal step costs one pass
+    over the gradients and one device sync. Micro-batches stay in memory until their step is over.
+
+    Under automatic optimization, the accumulation window of a skipped step is run again once, under
+    hooks. An event then names the rank whose own loss or gradients were bad, the first bad module
+    in forward order, the parameter and the batch. ``events`` has the last 1,000 events, and
+    ``events.jsonl`` in the run's folder has all. For at most 10 steps a run, the batch and the
+    state of the random generators before its forward are saved there: see :func:`replay_saved`.
+
+    Under stock ``16-mixed``, an overflow with a finite loss is ordinary while the loss scale is
+    above 1. It adds an ``info`` event. It saves no batch, does not trip ``on_trip``
+    and does not count for ``max_consecutive``.
 
     Args:
-        on_trip: what to do besides skipping. ``"raise"`` stops the run at once; ``"rewind"`` loads the last checkpoint
-            of the Trainer's ``ModelCheckpoint`` whose weights are finite and continues after the bad batch.
-        max_consecutive: how many skips in a row are allowed; the next raises ``NonFiniteError``.
-        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
+        on_trip: the action besides skipping. ``"raise"`` ends the run with ``NonFiniteError``.
+            ``"rewind"`` loads the newest checkpoint of this fit with finite weights, and continues
+            after the bad batch.
+        max_consecutive: the skips in a row that are allowed. The next one raises
+            ``NonFiniteError``.
+        run_dir: the folder to write to. By default it is the run's own, in the logger's folder.
 
     Raises:
-        PlanError: a bad argument, a MixedPrecisionPlan next to it (use its ``nonfinite=``), ``"rewind"`` without a
-            ``ModelCheckpoint``, DeepSpeed, or an optimizer that evaluates its closure again (LBFGS).
+        PlanError: a bad argument. Raised by the fit: a MixedPrecisionPlan next to it (use its
+            ``nonfinite=``), ``"rewind"`` without a ``ModelCheckpoint``, DeepSpeed, or an optimizer
+            that evaluates its closure again (LBFGS).
     """
 
     plan_field = "nonfinite"
@@ -65,17 +73,23 @@ class NonFiniteGuard(ActingCallback, WritesRun):
             faults.whole("max_consecutive", max_consecutive, 0, "use max_consecutive=100")
         self.on_trip, self.max_consecutive, self.run_dir = on_trip, max_consecutive, run_dir
         self._log = RunLog(_NAME)
-        #: whether the last optimizer step was skipped
+        #: True if the last optimizer step was skipped
         self.step_skipped = False
-        #: how many optimizer steps were skipped, a scaler's own skips included, and how many were not
+        #: the numbers of skipped optimizer steps (also by a scaler) and of applied ones
         self.skipped_steps = self.applied_steps = 0
-        #: the same counts before the first step of this fit: those of a checkpoint or of an earlier fit
+        #: the same counts before this fit's first step, from a checkpoint or an earlier fit
         self._skipped_before = self._applied_before = 0
         self._in_a_row = 0
         self._run: _Run | None = None
 
     def apply(self, trainer: Trainer, pl_module: LightningModule, faults: Faults) -> Callable[[], object] | None:
-        """Begin to count; there is nothing to guard while evaluating."""
+        """Check strategy and callbacks, and return the function that ends the run.
+
+        Outside of ``fit``, nothing is guarded and ``None`` is returned.
+
+        Raises:
+            PlanError: the strategy is DeepSpeed, or ``"rewind"`` has no ``ModelCheckpoint``.
+        """
         if trainer.state.fn != TrainerFn.FITTING:
             return None
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -87,10 +101,11 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         return self._end
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the optimizers, which exist only now, and open the run's folder.
+        """Check the optimizers, open the run's folder, and begin to guard. Every rank calls it.
 
         Raises:
-            PlanError: an optimizer whose step cannot be skipped from outside, or a folder that another run writes to.
+            PlanError: an optimizer evaluates its closure again, or another run writes to the
+                folder.
         """
         with Faults(_NAME) as faults:
             for optimizer in filter(optimizer_facts.requires_closure, trainer.optimizers):
@@ -105,10 +120,9 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         self._run = _Run(trainer, pl_module, bad_steps, self)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at whether any step of this fit was applied.
+        """Raise NonFiniteError if this fit applied none of its steps.
 
-        Raises:
-            NonFiniteError: none was, though a scaler would have found its scale by now.
+        A few ordinary overflows at the start, while a scaler finds its scale, raise nothing.
         """
         tried, applied = self.skipped_steps - self._skipped_before, self.applied_steps - self._applied_before
         if tried and not applied and (self._in_a_row or tried > SEARCH_SKIPS):
@@ -129,24 +143,27 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         self._run.begin(batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        if self._run is not None and trainer.training:  # not where a module adapts itself while evaluating
+        if self._run is not None and trainer.training:  # a module may also train itself while evaluating
             self._run.steps.backward()
             self._run.losses.append(loss.detach().sum())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count; after a dropped step find out why, write an event and act.
+        """After a skipped step, run its batches again, write an event, and rewind or raise.
+
+        Every rank must call it.
 
         Raises:
-            NonFiniteError: the budget of skips is used up, ``on_trip="raise"``, or no checkpoint to rewind to.
+            NonFiniteError: more skips in a row than ``max_consecutive``, a skip under
+                ``on_trip="raise"``, or no checkpoint to rewind to.
         """
         run = self._run
         assert run is not None
         if not run.steps.batch_ends():
-            return  # nothing stepped: in the middle of an accumulation window, or a batch that was None never began
+            return  # no step: the accumulation window is still open, or the batch was None
         if run.dropped:
-            # an overflow with a finite loss is the scaler's search for the right scale
+            # an overflow with a finite loss is ordinary: the scaler lowers its scale
             scale_warmup = not run.bad_loss and (run.scale or 0.0) > _FLOOR
             self._in_a_row += not scale_warmup
             allowed = 0 if self.on_trip == "raise" else self.max_consecutive
@@ -175,14 +192,14 @@ class NonFiniteGuard(ActingCallback, WritesRun):
 
 
 class _Run:
-    """The state of one guarded run, and of the current batch; every rank makes the same calls."""
+    """The state of one guarded run, and of the current batch. Every rank makes the same calls."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, bad_steps: BadSteps, guard: NonFiniteGuard) -> None:
         self.trainer, self.bad_steps, self.guard = trainer, bad_steps, guard
         self.steps, self.overrides = StepTracker(), ExitStack()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.scaler: Any = scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
-        #: of the open accumulation window
+        #: the losses of the open accumulation window
         self.losses: list[Tensor] = []
         self._one = torch.ones((), dtype=torch.float32, device=trainer.strategy.root_device)
         self.overrides.callback(Override(module, "on_before_optimizer_step", self._last_hook).remove)
@@ -190,19 +207,23 @@ class _Run:
         self.dropped = 0
 
     def begin(self, batch: Any, batch_idx: int) -> None:
-        """A batch begins."""
-        #: steps of the current batch that were dropped
+        """Reset the state of the current batch, and keep the batch for a replay."""
+        #: the number of skipped steps in the current batch
         self.dropped = 0
         self.bad_loss = False
         self.scale: float | None = None
-        #: what the gradients say, before they are dropped
+        #: the origin guessed from the gradients, before they are dropped
         self.from_gradients: Origin | None = None
         if not self.trainer.lightning_module.automatic_optimization or begins_window(self.trainer, batch_idx):
             self.losses.clear()
         self.bad_steps.remember(batch, batch_idx)
 
     def _last_hook(self, original: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-        """Check loss and gradients on all ranks once hooks may have changed them, and drop the step if one is bad."""
+        """Check loss and gradients on all ranks, and skip the step if one is bad.
+
+        Every rank must call it. The check comes after all other hooks, because they may change
+        gradients.
+        """
         original(optimizer)
         if not self.steps.begins(self.trainer):
             return
@@ -226,9 +247,11 @@ class _Run:
 
 
 def suppress_step(optimizer: Optimizer, scaler: GradScaler | None) -> None:
-    """Make the coming step do nothing: torch's optimizers skip a parameter without a gradient.
+    """Drop all gradients of ``optimizer``, so that its next step changes nothing.
 
-    ``scaler`` is torch's, if the run has one: a fused optimizer leaves unscaling to its step, which would find none.
+    torch's optimizers skip a parameter without a gradient. ``scaler`` is torch's, if the run has
+    one. Gradients of a fused optimizer are unscaled before, because its scaled step would find no
+    gradient to unscale.
     """
     if scaler is not None and waits_for_unscale(scaler, optimizer):
         scaler.unscale_(optimizer)

@@ -1,4 +1,7 @@
-"""What NonFiniteGuard and a plan do about a non-finite step: explain it, save its batch, write an event, rewind."""
+"""The handling of non-finite steps under ``NonFiniteGuard`` and under a plan.
+
+A step is diagnosed, its batch is saved, an event is written, and the run may be rewound.
+"""
 
 import math
 import os
@@ -38,7 +41,7 @@ from lightning_mp.record.events import Event, Severity
 from lightning_mp.record.run_folder import BATCH_FILES, BATCHES
 from lightning_mp.record.run_log import RunDir, RunLog, WritesRun, callbacks_of
 
-#: steps of a run whose batches are saved: the first ones say most
+#: the most steps of a run whose batches are saved; the first ones are the most useful
 MAX_STEPS = 10
 _NO_CHECKPOINT = (
     "it was to be rewound, and no checkpoint with finite weights was written before it: save earlier, with "
@@ -57,9 +60,19 @@ def bad_step(
     under_plan: bool,
     action: str = "log",
 ) -> Event:
-    """The event of a step; numbers of ``evidence`` that are ``None`` are left out.
+    """Return the event of a non-finite step.
 
-    ``ordinary``: of an overflow under loss scaling, after which the scaler skips the step and lowers the scale.
+    Args:
+        diagnosis: the origin of the non-finite value.
+        step: the number of the step.
+        bad_loss: the loss was non-finite, and not only a gradient.
+        ordinary: an overflow after which the scaler skips the step and lowers its scale. The event
+            is then an ``info`` one with the action ``skip``, whatever ``severity`` and ``action``
+            are. Its evidence is the loss scale.
+        severity: the severity of other events.
+        evidence: numbers by name, with a ``loss_scale``. A number that is ``None`` is left out.
+        under_plan: the advice names fields of a plan.
+        action: the action taken for other events.
     """
     if ordinary:
         severity, action, known = "info", "skip", {"loss_scale": evidence["loss_scale"]}
@@ -82,11 +95,16 @@ def bad_step(
 
 
 class BadSteps:
-    """The non-finite steps of one run: they are explained, saved and rewound. Every rank makes the same calls.
+    """The handler of one run's non-finite steps. Every rank makes the same calls.
 
-    ``log`` takes the events; ``saves`` says whether bad batches are saved, in
-    ``<run folder>/nonfinite/step_000017_rank1.pt``, of at most ``MAX_STEPS`` steps a run; ``rewinds`` whether a
-    checkpoint may have to be loaded; ``budget`` is, without a plan, the argument that says how many skips are allowed.
+    Args:
+        trainer: the Trainer of the run.
+        run_dir: the run's folder, or ``None`` for the default one.
+        log: the log that writes events. It is opened here.
+        rewinds: a checkpoint may have to be loaded, so the fit's saved checkpoints are recorded.
+        saves: save bad batches, of at most ``MAX_STEPS`` steps a run, in the run's folder as
+            ``nonfinite/step_000017_rank1.pt``.
+        budget: for messages, the argument with the number of allowed skips. Empty under a plan.
 
     Raises:
         PlanError: another run, or a second writer of this name, is writing to the folder.
@@ -100,14 +118,14 @@ class BadSteps:
         folder = log.folder
         before = [] if folder is None else list((folder.path / BATCHES).glob(BATCH_FILES))
         left = MAX_STEPS - len({path.name.rpartition("_")[0] for path in before}) if saves else 0
-        # The first rank knows the folder; all have to agree on what will be written.
+        # Only the first rank has the folder, and all ranks must agree on the number of saved steps.
         path, self._left = trainer.strategy.broadcast(("" if folder is None else str(folder.path), left))
         self._saved_in = Path(path, BATCHES)
         self.replayer, self._step = Replayer(), 0
         self._checkpoints = SavedByFit(trainer) if rewinds else None
 
     def remember(self, batch: Any, batch_idx: int) -> None:
-        """A batch begins: keep a reference to it."""
+        """Keep a reference to a batch that begins."""
         self._step = self._trainer.global_step
         self.replayer.remember(self._trainer, batch, batch_idx)
 
@@ -122,14 +140,23 @@ class BadSteps:
         bad_loss: bool | None = None,
         from_gradients: Origin | None = None,
     ) -> None:
-        """Run the batches of a skipped step again; save the bad one, write the event, print it, and rewind or raise.
+        """Run the batches of a skipped step again, write and print an event, and rewind or raise.
 
-        ``scale_warmup``: a finite loss then makes it an ordinary overflow, of which there is only an ``info`` event.
-        ``bad_loss`` is whether the loss was non-finite, where known; ``from_gradients`` is what the gradients said.
+        The bad batch is saved first. Every rank must call it. An ordinary overflow saves nothing
+        and does not rewind.
+
+        Args:
+            action: ``"rewind"`` to load a checkpoint. Other words only go into the event.
+            in_a_row: the skipped steps in a row.
+            scale: the loss scale, or ``None`` without loss scaling.
+            scale_warmup: a finite loss, with a loss scale, makes the step an ordinary overflow.
+            verdict: the reason why the run ends, or ``None`` if it continues.
+            bad_loss: the loss was non-finite. ``None`` leaves this to the replay.
+            from_gradients: the origin guessed from the gradients, or ``None``.
 
         Raises:
-            NonFiniteError: ``verdict`` says why the run ends, or there is no checkpoint to rewind to.
-            LossScaleError: it ends by an overflow at the minimum loss scale.
+            NonFiniteError: there is a ``verdict``, or no checkpoint to rewind to.
+            LossScaleError: the verdict is an overflow at the minimum loss scale.
         """
         diagnosis = self.replayer.locate(self._trainer, from_gradients)
         bad_loss = diagnosis.bad_loss if bad_loss is None else bad_loss
@@ -157,26 +184,30 @@ class BadSteps:
             raise diagnosis.error(verdict, bad_loss=bad_loss, step=self._step, scale=scale, **budget)
 
     def close(self, error: BaseException | None = None) -> None:
-        """The run is over, or has failed."""
+        """Drop the batches and close the log at the end of a run, with its ``error`` if it failed."""
         self.replayer.forget()
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._log.close(self._trainer, error)
 
     def _save(self, kept: KeptBatch | None, event: Event) -> None:
-        """Write a batch on the rank that had it, on every rank if that is not known: a dict.
+        """Write a batch as a dict, on the event's rank, or on every rank if the event has none.
 
-        ``batch`` (inputs and targets as ``training_step`` got them, on the CPU), ``batch_idx``, ``step``, ``rank``,
-        ``accumulate`` (the micro-batches that a loss is divided by), ``rng`` (the generators before the forward),
-        ``loss_scale``, ``event``. ``torch.load(weights_only=True)`` reads it where the batch is of tensors in plain
+        Keys of the dict are ``batch`` (as ``training_step`` got it, on the CPU), ``batch_idx``,
+        ``step``, ``rank``, ``accumulate`` (the micro-batches that a loss is divided by), ``rng``
+        (the generators before the forward), ``loss_scale`` and ``event``.
+        ``torch.load(weights_only=True)`` can read it if the batch has only tensors in plain
         containers.
+
+        Nothing is written for ``None``, or after ``MAX_STEPS`` steps. If writing fails, a warning
+        is given.
         """
         rank = self._trainer.global_rank
         self._left -= 1
         if self._left < 0 or kept is None or event.rank not in (None, rank):
             return
         contents = {
-            # cloned: a view would bring all it is a view of
+            # clone: torch.save would write the whole storage of a view
             "batch": map_tensors(kept.batch, lambda tensor: tensor.detach().cpu().clone()),
             "batch_idx": kept.batch_idx,
             "step": event.step,
@@ -190,25 +221,28 @@ class BadSteps:
         try:
             self._saved_in.mkdir(parents=True, exist_ok=True)
             torch.save(file_format.stamped(contents), path)
-        except Exception as error:  # of a batch that cannot be pickled, or a full disk: the run is to go on
+        except Exception as error:  # unpicklable batch, full disk: the run continues
             rank_zero_warn(f"the bad batch of step {event.step} could not be saved: {type(error).__name__}: {error}")
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def _rewound(self) -> bool:
-        """Load the newest checkpoint with finite weights: weights, optimizers, schedulers and the precision's state.
+        """Load the newest checkpoint with finite weights, or return False without one.
 
-        Only a checkpoint that this fit saved, or the ``ckpt_path`` it resumed from, is loaded: reading it may run code
-        of the file. ``trainer.global_step``, loops, data and callbacks continue from where they are. Every rank calls
-        it. Returns False if there is no such checkpoint.
+        Weights, optimizers, schedulers and the precision's state are loaded.
+        ``trainer.global_step``, loops, data and callbacks continue from where they are. Only a
+        checkpoint that this fit saved, or the ``ckpt_path`` that it resumed from, is loaded,
+        because reading may run code of the file. Without a finite checkpoint, the oldest one stays
+        loaded.
 
-        Raises whatever ended a save that was under way.
+        Every rank must call it. If a save that is under way fails, its error is raised.
         """
         assert self._checkpoints is not None, "a run that may rewind"
         trainer = self._trainer
         for path in self._checkpoints.newest_first():
             with checkpoint_connector(trainer) as connector:
-                connector.resume_start(path, weights_only=False)  # of hyperparameters, too
+                connector.resume_start(path, weights_only=False) # it may contain any
+                hyperparameters
                 connector.restore_model()
                 connector.restore_precision_plugin_state()
                 connector.restore_optimizers_and_schedulers()
@@ -224,14 +258,15 @@ class BadSteps:
 
 
 class SavedByFit:
-    """The checkpoints with optimizer states that a fit saves, by whichever callback, and the one it resumed from.
+    """A record of the checkpoints with optimizer states of a fit: saved by it, or resumed from.
 
-    A ModelCheckpoint also names files that it was told of by a checkpoint. They are not among these.
+    It wraps ``trainer.save_checkpoint``, so every callback's checkpoints are in it. A
+    ModelCheckpoint cannot serve for this, because it may also name files of an earlier run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        #: in the order of their last saving
+        #: in the order in which they were last saved
         self._paths: dict[str, None] = {}
         if trainer.ckpt_path is not None:
             self._paths[os.fspath(trainer.ckpt_path)] = None
@@ -245,16 +280,16 @@ class SavedByFit:
             self._paths[path] = None
 
     def newest_first(self) -> list[str]:
-        """Return the paths of those that are still there, as the first rank sees it, the newest first.
+        """Return the paths of the checkpoints that still exist on the first rank, the newest first.
 
-        Waits for a save that is under way, and raises whatever ended it. Every rank calls it.
+        Every rank must call it. A save that is under way is awaited, and its error is raised.
         """
         finish_saving(self._trainer.strategy)
         there = [path for path in reversed(self._paths) if formats.exists(path)]
         return self._trainer.strategy.broadcast(there)
 
     def close(self) -> None:
-        """Leave ``trainer.save_checkpoint`` as it was."""
+        """Restore ``trainer.save_checkpoint``."""
         self._override.remove()
 
 
@@ -269,12 +304,25 @@ def replay_saved(
     *,
     weights_only: bool = True,
 ) -> tuple[Tensor | None, Origin | None]:
-    """Run a saved batch through ``module`` again: its loss, and where a non-finite value first appeared.
+    """Run a saved batch through ``module`` again, and return its loss and the non-finite origin.
 
-    ``module`` holds the weights to run with (the file has none), on the device to run on; ``context`` is what the run's
-    precision computed in: ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, ``nullcontext()`` for
-    ``32-true``. The loss is as ``training_step`` returned it. Gradients stay in the parameters, as the step made them:
-    divided by the number of its micro-batches, times the loss scale. The generators advance as in the step.
+    The loss is detached, and as ``training_step`` returned it. It is ``None`` if ``training_step``
+    returned none. The origin is ``None`` if all values are finite. Gradients are added to the
+    parameters, divided by the number of micro-batches and times the loss scale, as in the step. The
+    global random generators are set to their state before the step, and advance.
+
+    Args:
+        path: a file that a plan or a :class:`NonFiniteGuard` saved.
+        module: the module with the weights to run with, on the device to run on. The file has no
+            weights.
+        context: the autocast context of the run's precision, such as
+            ``torch.autocast("cuda", torch.bfloat16)`` for ``bf16-mixed``, or ``nullcontext()`` for
+            ``32-true``.
+        weights_only: as for ``torch.load``. Pass ``False`` if the batch has other objects than
+            tensors in plain containers, and you trust the file.
+
+    Raises:
+        PlanError: a newer release of this package wrote the file.
     """
     saved = torch.load(path, map_location="cpu", weights_only=weights_only)
     if said := file_format.newer(saved):
@@ -297,24 +345,28 @@ def replay_saved(
 
 
 def check_rewind(trainer: Trainer, given: str, instead: str, faults: Faults) -> None:
-    """Add a fault if the Trainer writes no checkpoint to go back to, as ``given`` asks for."""
+    """Add a fault if no ModelCheckpoint of the Trainer saves optimizer states for a rewind.
+
+    ``given`` is the argument that asks for a rewind, ``instead`` the one to write without
+    checkpoints.
+    """
     if not _writers(trainer):
         what = f"{given} without a ModelCheckpoint that saves optimizer states"
         faults.add(what, fix=f"add ModelCheckpoint(every_n_train_steps=...) to the callbacks, or use {instead}")
 
 
 def _writers(trainer: Trainer) -> list[ModelCheckpoint]:
-    """The callbacks whose checkpoints hold more than weights."""
+    """Return the callbacks whose checkpoints have optimizer states."""
     callbacks = (callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return [callback for callback in callbacks if not callback.save_weights_only]
 
 
 class BadStepCallback(WritesRun):
-    """Under a plan that saves bad batches or rewinds: the first callback of the fit.
+    """The first callback of a fit under a plan that saves bad batches or rewinds.
 
-    The engine decides and skips steps. Where it would raise, it reports its verdict here instead: at the end of the
-    batch, which is still in memory then, the batch is run again and saved, and the run is rewound or ends with the
-    engine's error.
+    The engine decides and skips steps. Instead of raising, it reports its verdict to this callback.
+    The batch is run again and saved at its end, when it is still in memory. The run then rewinds,
+    or ends with the engine's error. Contradictions are added to ``faults``.
     """
 
     def __init__(self, plan: PlanBase, trainer: Trainer, faults: Faults) -> None:
@@ -329,11 +381,11 @@ class BadStepCallback(WritesRun):
             check_rewind(trainer, "nonfinite=NonFinite(on_budget='rewind')", "on_budget='raise'", faults)
 
     def insert(self) -> None:
-        """Become the Trainer's first callback."""
+        """Make this the Trainer's first callback."""
         callbacks_of(self._trainer).insert(0, self)
 
     def remove(self) -> None:
-        """Be no callback any more, and close the folder."""
+        """Remove this from the Trainer's callbacks, and close the run's folder."""
         callbacks = callbacks_of(self._trainer)
         if self in callbacks:
             callbacks.remove(self)
@@ -344,7 +396,7 @@ class BadStepCallback(WritesRun):
             self._bad.close(error)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the folder, and have verdicts reported here.
+        """Open the run's folder, and receive the engine's verdicts. Every rank calls it.
 
         Raises:
             PlanError: another run is writing to the folder.
@@ -363,20 +415,24 @@ class BadStepCallback(WritesRun):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a skip: save the batch, write an event; past the budget rewind, or end the run.
+        """Handle a verdict of the engine, or a skip if batches are saved. Every rank calls it.
+
+        The batch is run again, the bad one is saved if the plan saves, and an event is written. A
+        verdict then rewinds or ends the run.
 
         Raises:
-            NonFiniteError: the budget is spent and nothing is to be rewound, or no checkpoint can be.
+            NonFiniteError: the budget of skips is spent, and the plan does not rewind or has no
+                checkpoint for it.
             LossScaleError: an overflow at the minimum loss scale, under ``at_min="raise"``.
         """
         scaler, engine, bad = self._plan.loss_scaler, self._plan.engine, self._bad
         if scaler.attempts == self._attempts:
-            return  # in the middle of an accumulation window
+            return  # the accumulation window is still open
         assert bad is not None, "on_train_start comes first"
         assert engine is not None
         verdict, before = (self._verdicts or [None])[0], self._skips
         self._verdicts.clear()
-        if self.rule.save_batch:  # a device sync, for which only saving has a use
+        if self.rule.save_batch:  # this syncs with the device, so only if it is needed
             self._skips = self._plan.skipped_steps
         if verdict is not None or self._skips > before:
             rewinds = verdict is not None and self._rewinds and verdict != AT_MIN
@@ -388,41 +444,47 @@ class BadStepCallback(WritesRun):
                 scale_warmup=verdict is None and streak == 0,
                 verdict=None if rewinds else verdict,
             )
-            if rewinds:  # the loss scale goes back with the weights; the counts of the run go on
+            if rewinds:  # the checkpoint restored the loss scale, but counts of steps must continue
                 scaler.load_counts(counts)
                 engine.reset_skip_streak()
         bad.replayer.forget()
 
 
-#: the scale that a search of :data:`~lightning_mp.plan.diagnosis.SEARCH_SKIPS` overflows leads to, or a higher one
+#: above this loss scale, even more than :data:`~lightning_mp.plan.diagnosis.SEARCH_SKIPS` overflows
+#: in a row are ordinary
 SEARCH_SCALE = 2.0**10
 
 
 def has_bad_loss(reading: Reading) -> bool:
-    """Whether the loss is known, and not finite."""
+    """True if the loss is known, and not finite."""
     return not math.isfinite(reading.get(metric_names.LOSS) or 0.0)
 
 
 class NonFiniteClassifier:
-    """Tells ordinary overflows from problems.
+    """The distinction of ordinary overflows from problems, over the readings of a run.
 
-    An overflow is no longer ordinary once more come in a row than the search for a scale needs. A problem that lasts is
-    reported once.
+    An overflow is not ordinary if more come in a row than a scaler needs to find its scale. A
+    lasting problem is reported once.
     """
 
-    #: non-finite readings without a finite one between them
+    #: the number of non-finite readings since the last finite one
     in_a_row = 0
     _reported = False
 
     def judge(self, reading: Reading, *, suppressed: bool) -> bool | None:
-        """Whether a non-finite step is an alert; ``None`` for one that is finite, was reported, or was left out."""
+        """Return True if a non-finite step is an alert, False if it is an ordinary overflow.
+
+        ``None`` is returned for a finite step, and for an alert that was reported already.
+        ``suppressed`` is True for a step that the caller skips itself. A finite step that something
+        else skipped counts as non-finite.
+        """
         bad_loss, scale = has_bad_loss(reading), reading[metric_names.LOSS_SCALE]
         finite = not bad_loss and math.isfinite(reading.get(metric_names.GRAD_NORM) or 0.0)
         if finite and (suppressed or not reading[SKIPPED]):
             self.in_a_row, self._reported = 0, False
             return None
         self.in_a_row += 1
-        # a step that was skipped though it was finite when it was measured was changed by a hook that came later
+        # A skipped step with finite measurements was changed by a hook after they were taken.
         lasts = self.in_a_row > SEARCH_SKIPS and (scale or 0.0) <= SEARCH_SCALE
         alert = finite or bad_loss or scale is None or reading[AT_FLOOR] or lasts
         if alert and self._reported:

@@ -1,4 +1,4 @@
-"""Runs a batch again, forward and backward, to find the rank and the module where a non-finite value first appeared."""
+"""``Replayer``, which runs batches again to find the rank and the module of a non-finite value."""
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -33,10 +33,16 @@ from lightning_mp.plan.side_run import loss_of, untouched
 
 @dataclass(frozen=True, slots=True)
 class KeptBatch:
-    """A batch as ``training_step`` got it, with everything else that decides its result.
+    """A batch as ``training_step`` got it, with the state (except weights) to run it again.
 
-    ``scale`` is the loss scale of its backward pass, a device scalar, ``None`` without loss scaling; ``parts`` are the
-    micro-batches that its loss is divided by; ``numbers`` are the LightningModule's own (counters).
+    Attributes:
+        batch: by reference, so later changes in place are in it.
+        batch_idx: its index in the epoch.
+        parts: the micro-batches of a step, by which the loss is divided.
+        step: ``trainer.global_step`` at its forward.
+        rng: the random generators before its forward.
+        scale: the loss scale of its backward pass as a tensor; ``None`` without loss scaling.
+        numbers: the int and float attributes of the LightningModule, such as counters.
     """
 
     batch: Any
@@ -49,18 +55,21 @@ class KeptBatch:
 
 
 class Replayer:
-    """Keeps the micro-batches of the open accumulation window, and runs them again to find what went wrong.
+    """A store of the open accumulation window's micro-batches, which runs them again on request.
 
-    They are kept by reference: what ``training_step`` changes in place stays changed, and all wait on the device.
+    Batches are kept by reference. So they stay on the device, and in-place changes by
+    ``training_step`` remain.
     """
 
     def __init__(self) -> None:
         self._window: list[KeptBatch] = []
 
     def remember(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
-        """Keep what is needed to run this batch again; call it in ``on_train_batch_start``.
+        """Keep a batch and the state to run it again. Call it in ``on_train_batch_start``.
 
-        It costs a few small copies on the host, and never synchronises with the device.
+        The batches of an earlier window are dropped first, under manual optimization all earlier
+        ones. A batch that ``training_step`` draws itself (``dataloader_iter``) is not kept. The
+        cost is a few small copies on the host, without a device sync.
         """
         module = trainer.lightning_module
         if not module.automatic_optimization or begins_window(trainer, batch_idx):
@@ -76,27 +85,41 @@ class Replayer:
                 trainer.accumulate_grad_batches if module.automatic_optimization else 1,
                 trainer.global_step,
                 rng_state(device),
-                None if scale is None else torch.as_tensor(scale).clone(),  # it moves on
+                None if scale is None else torch.as_tensor(scale).clone(),  # a copy: the scale will change
                 {name: value for name, value in vars(module).items() if type(value) in (int, float)},
             )
         )
 
     def forget(self) -> None:
-        """Drop the batches."""
+        """Drop all batches."""
         self._window.clear()
 
     def kept(self, batch_idx: int | None) -> KeptBatch | None:
-        """The batch of that index, if it is still kept; the last one for ``None``."""
+        """Return the kept batch of that index, or the last one for ``None``.
+
+        ``None`` is returned if that batch is not kept.
+        """
         return next((kept for kept in reversed(self._window) if batch_idx in (None, kept.batch_idx)), None)
 
     def locate(self, trainer: Trainer, from_gradients: Origin | None = None) -> Diagnosis:
-        """Run the batches of the window again, one after the other, until one is bad; every rank has to call it.
+        """Run the window's batches again until one is bad, and return the diagnosis.
 
-        Call it between the backward pass and the next batch. Nothing is left behind: generators, buffers, gradients and
-        attributes of modules are as before, and nothing is logged. ``from_gradients`` is what gradients said before
-        they were dropped. Under DeepSpeed only the forward is run again, since backward belongs to its engine; under
-        manual optimization nothing is. Where weights are non-finite already because the bad step was applied, the first
-        module with such a weight is named.
+        Every rank must call it.
+
+        If no batch is bad by itself, the origin comes from the parameters: the first module with a
+        non-finite weight. Without such a module it comes from the gradients. The diagnosis has no
+        origin if these are finite, too.
+
+        Call it between the backward pass and the next batch. Generators, buffers, gradients and
+        attributes of modules are restored, and nothing is logged. A value that cannot be restored
+        gives a warning. An error of the replay is not raised, but noted in the diagnosis. Under
+        DeepSpeed only the forward is run again, because its engine owns the backward pass. Under
+        manual optimization no batch is run again.
+
+        Args:
+            trainer: the Trainer of the run.
+            from_gradients: the origin guessed from the gradients before they were dropped, or
+                ``None``.
         """
         module, distributed = trainer.lightning_module, trainer.world_size > 1
         zero = isinstance(trainer.strategy, DeepSpeedStrategy)
@@ -108,12 +131,13 @@ class Replayer:
             diagnosis = first_bad_rank(origin, bad_loss, distributed=distributed)
             if diagnosis.origin is not None or diagnosis.bad_loss:
                 return replace(diagnosis, batch_idx=kept.batch_idx)
-        # what weights and gradients say, which may have come from any rank
+        # Weights and gradients may be bad because of any rank.
         origin = nonfinite.from_parameters(module)
         if origin is None:
             origin = from_gradients or nonfinite.from_gradients(module)
             if self._window and not notes and origin is not None:
-                # every rank ran the window again and met nothing: it was changed on its own rank
+                # The window was finite on every rank when it was run again. So a gradient was
+                # changed after its backward pass.
                 origin = replace(origin, phase="after backward")
         diagnosis = first_bad_rank(named(origin), False, distributed=distributed)
         diagnosis = replace(diagnosis, batch_idx=self._window[0].batch_idx if len(self._window) == 1 else None)
@@ -126,7 +150,11 @@ class Replayer:
 def _replayed(
     trainer: Trainer, module: LightningModule, kept: KeptBatch, notes: list[str]
 ) -> tuple[Origin | None, bool]:
-    """Where a value of the batch became non-finite, and whether its loss did."""
+    """Return the origin of a batch's first non-finite value, and True if its loss is non-finite.
+
+    If the replay fails, add a line to ``notes`` and return ``(None, False)``. A value that could
+    not be restored gives a warning.
+    """
     strategy, backward = trainer.strategy, not isinstance(trainer.strategy, DeepSpeedStrategy)
     whole = isinstance(strategy.model, DistributedDataParallel)
     if isinstance(strategy, DeepSpeedStrategy):
@@ -135,7 +163,7 @@ def _replayed(
 
     def run() -> Tensor | None:
         inputs = step_inputs(trainer, kept.batch, kept.batch_idx)
-        if whole:  # past the wrapper, which would sum over ranks
+        if whole:  # without the wrapper, which would reduce over ranks
             with trainer.precision_plugin.forward_context():
                 output = module.training_step(*inputs)
         else:
@@ -157,7 +185,7 @@ def _replayed(
         with _replaying(trainer, module, kept), torch.set_grad_enabled(backward):
             try:
                 origin = named(nonfinite.locate(module, run, backward=backward))
-            except Exception as error:  # a diagnosis must not end a run that would have gone on
+            except Exception as error:  # a failed diagnosis must not end the run
                 failure = error
     except Exception as error:
         rank_zero_warn(
@@ -175,16 +203,18 @@ def _words(error: Exception) -> str:
 
 @contextmanager
 def _replaying(trainer: Trainer, module: LightningModule, kept: KeptBatch) -> Generator[None, None, None]:
-    """Put ``module`` into the state in which it ran ``kept``, and log nothing; on exit restore everything.
+    """Put ``module`` and ``trainer`` into the state in which ``kept`` ran, without loggers.
 
-    Raises whatever the restoring of a value raised, after all others are restored.
+    On exit the state is restored, and so are parameters that were overwritten.
+
+    If restoring a value raises, the others are still restored, and the error is raised at the end.
     """
     device, parameters = trainer.strategy.root_device, list(module.parameters())
     contents = Contents()
     with ExitStack() as stack:
         stack.enter_context(untouched(module, device))
         stack.callback(contents.restore)
-        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):  # gathering moves their parameters
+        if not isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)):  # these move parameters
             stack.callback(restore_data(parameters))
         stack.enter_context(RestoredParameters(parameters, contents))
         stack.enter_context(unsummed_gradients(module))
