@@ -48,7 +48,8 @@ def test_an_error_arrives_as_it_left(error: Exception, travel: Callable[[Excepti
 
 def test_a_missing_extra_names_the_command() -> None:
     said = str(ERRORS["MissingExtraError"])
-    assert re.fullmatch(r"LoRA needs peft\. Install it: pip install 'peft\S+' 'safetensors\S+' 'tokenizers\S+' 'transformers\S+'", said)
+    packages = " ".join(rf"'{name}\S+'" for name in ("peft", "safetensors", "tokenizers", "transformers"))
+    assert re.fullmatch(rf"LoRA needs peft\. Install it: pip install {packages}", said)
     assert ERRORS["MissingExtraError"].name == "peft"  # type: ignore[attr-defined]
 
 
