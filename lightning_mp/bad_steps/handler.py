@@ -184,7 +184,7 @@ class BadSteps:
             raise diagnosis.error(verdict, bad_loss=bad_loss, step=self._step, scale=scale, **budget)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Drop the batches and close the log at the end of a run, with its ``error`` if it failed."""
+        """Drop the batches and close the log at the end of a run, failed with ``error`` if set."""
         self.replayer.forget()
         if self._checkpoints is not None:
             self._checkpoints.close()
@@ -241,8 +241,7 @@ class BadSteps:
         trainer = self._trainer
         for path in self._checkpoints.newest_first():
             with checkpoint_connector(trainer) as connector:
-                connector.resume_start(path, weights_only=False) # it may contain any
-                hyperparameters
+                connector.resume_start(path, weights_only=False)  # it may have any hyperparameters
                 connector.restore_model()
                 connector.restore_precision_plugin_state()
                 connector.restore_optimizers_and_schedulers()
