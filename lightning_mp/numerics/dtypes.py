@@ -1,7 +1,7 @@
-"""Dtypes by their short names, tensors in nested data, casts of data and of modules, and the device with its TF32.
+"""Dtypes by their short names, nested data, casts of data and of modules, and devices with TF32.
 
-Nested data are tuples, named tuples, lists, mappings (transformers' ``ModelOutput`` too) and dataclasses. Anything
-else, such as a key-value cache, is not looked into.
+Nested data are tuples, named tuples, lists, mappings (transformers' ``ModelOutput`` too) and
+dataclasses. Tensors inside anything else, such as a key-value cache, are not found.
 """
 
 import re
@@ -22,39 +22,46 @@ from lightning_mp.policy.hardware import Device
 
 HALF = (torch.float16, torch.bfloat16)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: classes of a tensor whose dtype is what it holds
+#: classes of tensors that store their numbers in their dtype
 _PLAIN: set[type] = {Tensor, nn.Parameter, UninitializedParameter, UninitializedBuffer}
 _ORDINARY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: dtypes in which quantized weights are packed (GPTQ, AWQ, EETQ, MXFP4), and what they are called: masks, positions
-#: and indices are integers too
+#: dtypes in which quantized weights are packed (GPTQ, AWQ, EETQ, MXFP4)
 _PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
+#: names of packed weights; masks, positions and indices are integers too, and do not match
 _PACKED_NAME = re.compile(r"(?!.*(mask|index|ids))(.*(weight|pack|quant|code|block|int[48])|q|w_q|w$)", re.IGNORECASE)
 _SCALE = re.compile(r"scale|absmax|zero", re.IGNORECASE)
-#: in the name of a parameter's class, or of an attribute of it
+#: words of quantization in the name of a parameter's class or attribute
 _QUANTIZES = re.compile(r"quant|int\d|\dbit|nf4|fp4", re.IGNORECASE)
 
 
 def to_torch(name: str) -> torch.dtype:
-    """``"bf16"`` → ``torch.bfloat16``; the names are those of ``policy.storage_dtype``."""
+    """Return the torch dtype of ``"fp32"``, ``"bf16"`` or ``"fp16"``. Raise KeyError for others."""
     return TORCH_DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.float32`` → ``"fp32"``; every 8-bit float is ``"fp8"``, anything else keeps torch's name."""
+    """Return the short name of a dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
+
+    Every 8-bit float is ``"fp8"``. Other dtypes keep torch's name, such as ``"int64"``.
+    """
     plain = str(dtype).removeprefix("torch.")
     names = {known: name for name, known in TORCH_DTYPES.items()} | {torch.float64: "fp64"}
     return "fp8" if plain.startswith("float8") else names.get(dtype, plain)
 
 
 def cast_floating(data: Any, dtype: torch.dtype) -> Any:
-    """Nested ``data`` with every real floating tensor in it cast to ``dtype``; what needs no cast is not copied."""
+    """Return nested ``data`` with every real floating tensor cast to ``dtype``.
+
+    Tensors that have the dtype, and containers without a change, are not copied.
+    """
     return map_tensors(data, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def cast_within_range(data: Any, dtype: torch.dtype) -> Any:
-    """As ``cast_floating``; what needs no gradient (a mask of fp32's lowest number) stays finite where it is.
+    """Cast as ``cast_floating``, and clamp finite numbers of tensors without gradient to the range.
 
-    Activations that overflow become inf, so that the step is seen to overflow.
+    A mask of fp32's lowest number then stays finite. Numbers of tensors that require a gradient may
+    become infinite, so that the step counts as an overflow.
     """
 
     def within(tensor: Tensor) -> Tensor:
@@ -69,23 +76,26 @@ def cast_within_range(data: Any, dtype: torch.dtype) -> Any:
 
 
 def floating_dtype(data: Any) -> torch.dtype | None:
-    """The dtype of the first real floating tensor in nested ``data``, or ``None``."""
+    """Return the dtype of the first real floating tensor in nested ``data``, or ``None``."""
     return next((tensor.dtype for tensor in floating_in(data)), None)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it is a tensor, parameter or buffer of torch's own class in one of the four ordinary floating dtypes.
+    """True if the tensor has torch's own class and is in fp32, bf16, fp16 or fp64.
 
-    Anything else is packed or quantized: a subclass (bitsandbytes' ``Params4bit``, torchao's), float8, integers. The
-    class that counts is the parameter's own. A tensor without memory (``FakeTensorMode``) stands for one of torch's.
+    Other tensors may be packed or quantized: a subclass (bitsandbytes' ``Params4bit``, torchao's),
+    float8, integers. A parameter's own class counts, not the class of its ``data``. A fake tensor
+    (``FakeTensorMode``) counts as a tensor of torch's own class.
     """
     return (type(tensor) in _PLAIN or is_fake(tensor.data)) and tensor.dtype in _ORDINARY
 
 
 def castable(module: nn.Module) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The module's own plain parameters, and buffers (not its children's), less what belongs to a quantized weight.
+    """Return the parameters and the buffers of the module itself that may be cast.
 
-    Beside one only a bias and what is trained are ordinary: scales and lookup tables stay as its kernel reads them.
+    These are its ordinary floating tensors (``is_plain``), and parameters of classes that only mark
+    them. In a module with a quantized weight, only a bias and trained parameters other than scales
+    may be cast, and no buffer. Scales and lookup tables keep the dtype that the kernel reads.
     """
     weights, others = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
     scaled = any(map(_SCALE.search, (*weights, *others)))
@@ -110,9 +120,10 @@ def _is_quantized(key: str, parameter: Tensor) -> bool:
 
 
 def _is_marked(tensor: Tensor) -> bool:
-    """Whether it is a parameter of a class that only marks it: its numbers are in a tensor of torch's own.
+    """True if the tensor is a parameter whose ``data`` is an ordinary floating tensor of torch's.
 
-    A frozen one whose class or attributes speak of quantization (bitsandbytes' ``Int8Params``) is to be quantized yet.
+    It is False for a frozen parameter whose class or attributes are named after quantization
+    (bitsandbytes' ``Int8Params``), because that one will be quantized later.
     """
     if not isinstance(tensor, nn.Parameter) or type(tensor.data) is not Tensor or tensor.dtype not in _ORDINARY:
         return False
@@ -121,28 +132,36 @@ def _is_marked(tensor: Tensor) -> bool:
 
 
 def uncastable(module: nn.Module) -> set[int]:
-    """``id`` of the module's own tensors that are not ``castable``; one that is sharded has been cast before."""
+    """Return ``id`` of the parameters and buffers of the module itself that are not ``castable``.
+
+    DTensors are left out, because sharded tensors were cast before.
+    """
     cast = set(map(id, chain(*castable(module))))
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return {id(tensor) for tensor in own if id(tensor) not in cast and not hasattr(tensor, "to_local")}
 
 
 def cast_(tensors: Iterable[Tensor], dtype: torch.dtype, only: Collection[torch.dtype] | None = None) -> None:
-    """Cast those of ``tensors`` that are of the dtypes ``only``, in place: optimizers and ties built on them hold."""
+    """Cast tensors in place to ``dtype``, and drop their gradients.
+
+    With ``only``, tensors of other dtypes than these are left alone. The objects stay the same, so
+    optimizers and tied weights remain valid.
+    """
     for tensor in tensors:
         if tensor.dtype != dtype and (only is None or tensor.dtype in only):
             tensor.data = tensor.data.to(dtype)
-            tensor.grad = None  # a gradient of the old dtype could not be added to
+            tensor.grad = None  # a new gradient could not be added to one of the old dtype
 
 
 class Cast:
-    """The function that ``_apply`` of a module is given for a cast.
+    """A function for a module's ``_apply`` that casts its tensors.
 
     Args:
-        wanted: ``id`` of parameters and buffers, and the dtype that each is cast to.
-        left: parameters and buffers that stay as they are.
-        attributes: the dtype of any other plain floating tensor, which a module passes in its own ``_apply``.
-        only: the dtypes that such tensors are cast from; ``None``: all.
+        wanted: by ``id`` of parameters and buffers, the dtype that each is cast to.
+        left: parameters and buffers that stay unchanged.
+        attributes: the dtype of other ordinary floating tensors. A module's own ``_apply`` may pass
+            tensors that are neither parameters nor buffers.
+        only: the dtypes from which such other tensors are cast. ``None`` means all.
     """
 
     def __init__(
@@ -154,7 +173,7 @@ class Cast:
     ) -> None:
         self._wanted, self._attributes, self._only = wanted, attributes, only
         self._left = {id(tensor): tensor for tensor in left}
-        #: by ``id`` of what was cast: that tensor, and the result
+        #: by ``id`` of a tensor that was cast: the tensor and the result
         self._results: dict[int, tuple[Tensor, Tensor]] = {}
         self.__qualname__ = compat.CAST_NAME
 
@@ -162,7 +181,10 @@ class Cast:
         return f"<function {self.__qualname__}>"
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in its dtype: another one, unless it has that dtype already."""
+        """Return the tensor cast to its dtype. A tensor to leave unchanged is returned itself.
+
+        A tensor of ``wanted`` is detached. Later calls with it return the same result.
+        """
         if id(tensor) in self._left:
             return tensor
         dtype = self._wanted.get(id(tensor))
@@ -176,7 +198,7 @@ class Cast:
         return self._results[id(tensor)][1]
 
     def run_own_apply(self, module: nn.Module) -> None:
-        """Call the module's own ``_apply``; a buffer that it only cast is the same object afterwards."""
+        """Call the module's own ``_apply``. Buffers that it casts stay the same objects."""
         with compat.applied_in_place():
             compat.apply_to_tensors(module, self)
         sources = {id(result): source for source, result in self._results.values()}
@@ -191,7 +213,7 @@ class Cast:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Tensors made in it without a dtype get ``dtype``; torch's default comes back, also after a failure."""
+    """Make ``dtype`` torch's default dtype within the context. Restore it, also after an error."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -201,10 +223,13 @@ def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 def describe(device: torch.device) -> Device:
-    """The facts about ``device`` that decide which precision it can run."""
+    """Return the facts about ``device`` that decide which precisions it can run.
+
+    A device of an unknown type has the type as its name, and no bf16.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        with torch.cuda.device(device):  # these ask the current device
+        with torch.cuda.device(device):  # is_bf16_supported() queries the current device
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             emulated = torch.cuda.is_bf16_supported(including_emulation=True)
         bf16, rocm = "native" if native else "emulated" if emulated else "none", torch.version.hip is not None
@@ -218,15 +243,18 @@ def describe(device: torch.device) -> Device:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Whether products on ``device`` can run in TF32: CUDA with compute capability 8.0 (Ampere) or newer."""
+    """True if products on ``device`` can run in TF32: NVIDIA GPUs since compute capability 8.0."""
     return device.type == "cuda" and describe(device).tf32
 
 
 def tf32_refusal() -> tuple[str, str] | None:
-    """Why ``set_tf32`` could not set TF32 and put it back, and what to do: it was set by torch's newer switches."""
+    """Return (problem, fix) if ``set_tf32`` could not restore TF32 after a run, else ``None``.
+
+    It could not if the user has set one of torch's newer ``fp32_precision`` switches.
+    """
     backends: Any = torch.backends
     with suppress(RuntimeError):
-        # each raises where the newer switches disagree with it
+        # Each of these raises if the newer switches contradict it.
         _ = torch.get_float32_matmul_precision(), backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
         if {backends.fp32_precision, backends.cudnn.fp32_precision} == {"none"}:
             return None
@@ -235,14 +263,16 @@ def tf32_refusal() -> tuple[str, str] | None:
 
 
 def set_tf32(setting: str) -> Callable[[], None]:
-    """Set matmul (``"highest"``, ``"high"`` or ``"medium"``) and cuDNN precision; calling the result undoes it.
+    """Set the precision of fp32 matrix products and of cuDNN. Return a function that restores it.
 
-    ``"highest"`` is IEEE fp32 for both; the others allow TF32. Where there is a ``tf32_refusal()`` neither is sure.
+    ``setting`` is ``"highest"``, ``"high"`` or ``"medium"``. ``"highest"`` is IEEE fp32 for both.
+    The others allow TF32. If ``tf32_refusal()`` returns a problem, setting or restoring may fail.
     """
     backends: Any = torch.backends
     cudnn, switches = backends.cudnn, [backends.cuda.matmul, backends.mkldnn.matmul]
     matmul, convolutions, wanted = torch.get_float32_matmul_precision(), cudnn.allow_tf32, setting != "highest"
-    if convolutions != wanted:  # else they are not written: torch's default still follows a wider switch
+    # If nothing changes, cuDNN is not written: torch's default then still follows a wider switch.
+    if convolutions != wanted:
         switches += [cudnn.conv, cudnn.rnn]
     before = [switch.fp32_precision for switch in switches]
 
@@ -251,7 +281,7 @@ def set_tf32(setting: str) -> Callable[[], None]:
         if convolutions != wanted:
             cudnn.allow_tf32 = convolutions
         for switch, value in zip(switches, before, strict=True):
-            switch.fp32_precision = value  # the older calls write "ieee" where there was "none"
+            switch.fp32_precision = value  # the older calls have replaced "none" by "ieee"
 
     torch.set_float32_matmul_precision(setting)
     if convolutions != wanted:
@@ -260,19 +290,22 @@ def set_tf32(setting: str) -> Callable[[], None]:
 
 
 def tensors_in(data: Any) -> list[Tensor]:
-    """Every tensor in ``data``, in order."""
+    """Return every tensor in nested ``data``, in order."""
     if isinstance(data, Tensor):
         return [data]
     return [tensor for _, item in _items(data) for tensor in tensors_in(item)]
 
 
 def floating_in(data: Any) -> list[Tensor]:
-    """Every real floating tensor in ``data``, in order."""
+    """Return every real floating tensor in nested ``data``, in order."""
     return [tensor for tensor in tensors_in(data) if tensor.is_floating_point()]
 
 
 def map_tensors(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``data`` with ``change`` applied to every tensor; a container in which nothing changes is not copied."""
+    """Return nested ``data`` with ``change`` applied to every tensor.
+
+    A container is copied only if one of its items changes.
+    """
     if isinstance(data, Tensor):
         return change(data)
     changed: dict[Any, Any] = {}
@@ -299,10 +332,10 @@ def _replaced(data: Any, changed: dict[Any, Any]) -> Any:
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     if isinstance(data, Mapping) and not isinstance(data, MutableMapping):
         return cast("Any", type(data))({**data, **changed})
-    copied = copy(data)  # keeps what a subclass has besides its items (a defaultdict's factory)
+    copied = copy(data)  # keeps attributes of a subclass, such as a defaultdict's factory
     for key, value in changed.items():  # transformers' ModelOutput has no update()
         if isinstance(data, Mapping):
             copied[key] = value
         else:
-            object.__setattr__(copied, key, value)  # also where the dataclass is frozen
+            object.__setattr__(copied, key, value)  # works for a frozen dataclass too
     return copied

@@ -1,4 +1,4 @@
-"""Gradients: unscale and check them in one pass, their norm, whole or in shards, and a step that a flag holds back."""
+"""Gradients: unscale, check, norms over shards, clipping, and a step that a flag can skip."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,31 +16,35 @@ from lightning_mp.numerics.dtypes import HALF
 
 _DTYPE = attrgetter("dtype")
 HostRead = Callable[[Tensor], bool]
-#: process groups over which a gradient's shards add up to all of it
+#: process groups whose ranks together hold all shards of a gradient
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Every parameter the optimizer updates."""
+    """Return every parameter in the optimizer's groups."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     return list(chain.from_iterable(map(itemgetter("params"), groups)))
 
 
 def drop(optimizer: Optimizer) -> None:
-    """Take every gradient away: torch's optimizers change nothing without one."""
+    """Set every gradient of the optimizer to None. torch's optimizers then change nothing."""
     for parameter in parameters_of(optimizer):
         parameter.grad = None
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there, dense ones as they are, sparse ones as their (coalesced) values."""
+    """Return the existing gradients as dense real tensors that share their memory.
+
+    A DTensor gives this rank's shard, a complex gradient its real view, and a sparse gradient its
+    values. A sparse gradient is replaced by its coalesced form.
+    """
     held: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
         if gradient.layout is not torch.strided:
-            # Entries of one index add up when coalesced, which may overflow: so that must come before the check.
+            # Coalescing sums entries of one index and may overflow, so it comes before the check.
             parameter.grad = gradient.coalesce()
             gradient = parameter.grad.values()
         if hasattr(gradient, "to_local"):
@@ -50,18 +54,20 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, in the same storage; any other tensor itself."""
+    """Return this rank's shard of a DTensor, in the same storage, or any other tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    with torch.no_grad():  # else to_local() would be recorded, and hand out a view
+    with torch.no_grad():  # with autograd, to_local() would be recorded and return a view
         return cast("Any", tensor).to_local()
 
 
 def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, *, scaled: bool = True) -> None:
-    """Multiply ``grads`` by ``inv_scale`` in place and set ``found_inf`` to 1 where any was not finite.
+    """Multiply ``grads`` by ``inv_scale`` in place. Set ``found_inf`` to 1 if one is not finite.
 
-    Both are fp32 scalars on one device; nothing is read back. One multi-tensor kernel a device and dtype: the one
-    behind ``torch.amp.GradScaler``. Gradients that are not ``scaled`` keep their bits; ``inv_scale`` is 1 then.
+    ``inv_scale`` and ``found_inf`` are fp32 scalars on one device. There is no device sync. Each
+    device and dtype takes one launch of the multi-tensor kernel behind ``torch.amp.GradScaler``.
+    bf16 off the CPU is checked by its norm instead, because that kernel does not take it.
+    ``scaled=False`` only checks: ``inv_scale`` must be 1, and gradients keep their bits.
     """
     members = list(grads)
     for device, by_dtype in _places(members).items():
@@ -81,18 +87,28 @@ def unscale_and_check_(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Te
 
 
 def _check_by_norm_(members: list[Tensor], found_inf: Tensor) -> None:
-    """By the largest magnitude: bf16, which torch's kernel does not take on CUDA (pytorch/pytorch issue 127176)."""
+    """Set ``found_inf`` to 1 if the largest magnitude of bf16 ``members`` is not finite.
+
+    torch's kernel does not take bf16 on CUDA (pytorch/pytorch issue 127176).
+    """
     finite = (torch.stack([*compat.norms(members, math.inf)]) <= torch.finfo(torch.bfloat16).max).all()
     found_inf.masked_fill_(~finite, 1.0)
 
 
 def _multiply_(members: list[Tensor], factor: Tensor) -> None:
-    """In one launch: on CUDA the kernel takes a factor of the members' dtype, else it is one launch for each."""
+    """Multiply ``members`` by ``factor`` in place, in one launch.
+
+    On CUDA the factor is cast to the members' dtype. With another dtype torch launches a kernel for
+    each member.
+    """
     compat.multiply_(members, factor if factor.device.type == "cpu" else factor.to(members[0].dtype))
 
 
 def _places(tensors: Sequence[Tensor]) -> dict[torch.device, dict[torch.dtype, list[int]]]:
-    """Where in ``tensors`` those of each device and dtype are, less empty ones: a rank may hold nothing of one."""
+    """Return the indices in ``tensors`` by device and dtype.
+
+    Empty tensors are left out: a rank may hold no part of a parameter.
+    """
     by_device: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.numel():
@@ -101,9 +117,10 @@ def _places(tensors: Sequence[Tensor]) -> dict[torch.device, dict[torch.dtype, l
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip by the global 2-norm, computed in fp32 whatever the gradients' dtypes; the norm before, on the device.
+    """Clip by the global 2-norm. Return the norm before clipping, a scalar on the device.
 
-    For fp32 gradients this is ``torch.nn.utils.clip_grad_norm_``, bit for bit; of fp16 ones that would overflow.
+    If a parameter with a gradient is in half precision, the norm is computed in fp32, because it
+    would overflow in fp16. Otherwise this is ``torch.nn.utils.clip_grad_norm_``, bit for bit.
     """
     members = [parameter for parameter in parameters if parameter.grad is not None]
     if set(map(_DTYPE, members)).isdisjoint(HALF):
@@ -115,18 +132,25 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def shard_groups(gradient: Tensor, plain: Groups) -> Groups:
-    """The process groups ``gradient`` is split over; ``plain`` for a plain tensor, which has no placements."""
+    """Return the process groups over which ``gradient`` is split.
+
+    A plain tensor has no placements, so ``plain`` is returned. The result is empty for a DTensor
+    that is replicated on every mesh dimension.
+    """
     if not hasattr(gradient, "to_local"):
         return plain
     sharded, groups = cast("Any", gradient), list[dist.ProcessGroup]()
     for index, kind in enumerate(sharded.placements):
-        if not kind.is_replicate():  # a split may also be a strided one, which does not call itself a Shard
+        if not kind.is_replicate():  # not is_shard(): False for a strided shard
             groups.append(sharded.device_mesh.get_group(index))
     return tuple(groups)
 
 
 def sum_partial_(parameters: Iterable[Tensor]) -> None:
-    """Sum gradients over ranks that are still partial, as tensor parallelism leaves some."""
+    """Replace partial gradients by their sum over ranks. Tensor parallelism leaves some partial.
+
+    Each redistribution is a collective of the gradient's mesh.
+    """
     for parameter in parameters:
         gradient = cast("Any", parameter.grad)
         if hasattr(gradient, "to_local") and any(map(methodcaller("is_partial"), gradient.placements)):
@@ -134,16 +158,16 @@ def sum_partial_(parameters: Iterable[Tensor]) -> None:
 
 
 def global_norm(parameters: Iterable[Tensor], device: torch.device, plain: Groups = ()) -> Tensor:
-    """The 2-norm over every parameter's gradient, wherever its shards are: an fp32 scalar on ``device``.
+    """Return the 2-norm over all gradients and all their shards: an fp32 scalar on ``device``.
 
-    One pass over the local shards and one all-reduce for each set of process groups (one, without tensor parallel).
-    ``plain`` are the groups over which gradients that are no DTensors are split, as FSDP1's are.
+    A collective: gradients that are split over the same process groups take one all-reduce in each
+    of these groups. ``plain`` are the groups over which plain tensors are split, as FSDP1's are.
     """
     members: dict[Groups, list[Tensor]] = {}  # in an order that is the same on all ranks
     for parameter in parameters:
         if parameter.grad is not None:
             members.setdefault(shard_groups(parameter.grad, plain), []).append(parameter)
-        elif plain:  # without a shard, of a parameter smaller than the world, the rank takes part in the sum
+        elif plain:  # a rank without a shard of a small parameter still joins the all-reduce
             members.setdefault(plain, [])
     total = torch.zeros((), dtype=torch.float32, device=device)
     for groups, held in members.items():
@@ -155,7 +179,11 @@ def global_norm(parameters: Iterable[Tensor], device: torch.device, plain: Group
 
 
 def over_shards(norm: Tensor, order: float, groups: Groups, *, error_if_nonfinite: bool = False) -> Tensor:
-    """The norm of all shards from ``norm``, that of this rank's; raises as ``clip_grad_norm_`` does."""
+    """Return the norm of all shards from ``norm``, the norm of this rank's shards. A collective.
+
+    Raises:
+        RuntimeError: the result is not finite, and ``error_if_nonfinite`` is True.
+    """
     largest = math.isinf(order)
     total = norm.clone() if largest else norm.pow(order)
     for group in groups:
@@ -167,14 +195,14 @@ def over_shards(norm: Tensor, order: float, groups: Groups, *, error_if_nonfinit
 
 
 def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of each tensor, in fp32 whatever its dtype: (len(tensors),) on ``device``."""
+    """Return the sum of squares of each tensor, in fp32: shape (len(tensors),) on ``device``."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float32, device=device)
     return _norms(tensors, device).square()
 
 
 def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    # A norm of half-precision numbers taken in half precision would overflow, or stop growing.
+    # A norm that is computed in half precision would overflow, or stop growing.
     norms = [torch.zeros((), dtype=torch.float32, device=device)] * len(tensors)
     for by_dtype in _places(tensors).values():
         alike: list[Tensor] = []
@@ -183,14 +211,18 @@ def _norms(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
                 [tensors[place] for place in places], 2, dtype=torch.float32 if dtype in HALF else None
             )
             alike.append(torch.stack([*found]).to(torch.float32))
-        moved = (torch.cat(alike) if len(alike) > 1 else alike[0]).to(device)  # together: a copy from elsewhere waits
+        # All norms of a device are moved together, because a copy between devices waits.
+        moved = (torch.cat(alike) if len(alike) > 1 else alike[0]).to(device)
         for place, norm in zip(chain.from_iterable(by_dtype.values()), moved.unbind(), strict=True):
             norms[place] = norm
     return torch.stack(norms)
 
 
 def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
-    """Scale every gradient so that the global norm ``total`` becomes at most ``max_norm``, without a device sync."""
+    """Scale every gradient in place so that the global norm ``total`` becomes at most ``max_norm``.
+
+    There is no device sync.
+    """
     # torch.nn.utils.clip_grads_with_norm_'s rule, its constant included
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     members = gradients(parameters)
@@ -201,12 +233,15 @@ def clip_to_(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> No
 
 
 def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwargs: Any) -> Any:
-    """Step the optimizer where ``found_inf`` is 0; where it is 1, leave every parameter and all state as they were.
+    """Step the optimizer if ``found_inf`` is 0. If it is 1, change no parameter and no state.
 
-    A fused optimizer takes the flag on the device. Any other has to be asked for on the host: ``read(found_inf)``.
-    Returns what the optimizer returned, ``None`` where it was not called.
+    torch's fused optimizers are called in both cases and read the flag on the device. For others,
+    ``read(found_inf)`` reads it on the host, a device sync. The host also decides for
+    parameters on a CPU with a flag on another device, and for a step of SGD that makes momentum.
+
+    Return the value of the optimizer's ``step``, or ``None`` if it was not called.
     """
-    # torch's fused optimizers copy the flag to the host without waiting for it, and their kernel reads it at once
+    # torch's fused optimizers copy the flag to the CPU and read it before the copy is finished.
     offloaded = found_inf.device.type != "cpu" and any(one.device.type == "cpu" for one in parameters_of(optimizer))
     first = isinstance(optimizer, torch.optim.SGD) and _makes_momentum(optimizer)
     if not takes_flag(optimizer) or offloaded or first:
@@ -220,27 +255,27 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor, read: HostRead, **kwarg
 
 
 def takes_flag(optimizer: Optimizer) -> bool:
-    """True if the optimizer is one of torch's fused ones, whose step skips by ``found_inf`` on the device.
+    """True if the optimizer is one of torch's fused ones, whose step skips by ``found_inf``.
 
-    Other classes have the same attribute and do something else: apex divides and skips only if it is given a scaler, a
-    pair of optimizers under one name does neither. Their steps are decided on the host.
+    Other classes have the same attribute with another meaning, so the host decides for them. apex
+    divides and skips only if it gets a scaler. A class of paired optimizers does neither.
     """
-    # A wrapper answers with the attributes of the optimizer in it, which would not see the flag.
+    # A wrapper forwards attributes of its optimizer, and that optimizer would not see the flag.
     claimed = vars(optimizer).get(compat.TAKES_FLAG, getattr(type(optimizer), compat.TAKES_FLAG, False))
     if claimed is not True or not steps_as_torch(optimizer):
         return False
-    # a group from a checkpoint may be without ``fused``
+    # A group from a checkpoint may lack the key "fused".
     return all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def steps_as_torch(optimizer: Any) -> bool:
-    """True if ``step`` is that of an optimizer of torch's: no subclass has its own, and nobody replaced it."""
+    """True if the optimizer's ``step`` is torch's own, neither overridden nor replaced."""
     return getattr(optimizer.step, "__module__", "").startswith("torch.optim.")
 
 
 def _makes_momentum(optimizer: Optimizer) -> bool:
-    # torch (2.13 still) allocates fused SGD's momentum uninitialised and returns before writing it when the very first
-    # step is held back: the garbage is then used as momentum. So that step is decided on the host.
+    # torch (2.13 still) allocates fused SGD's momentum uninitialised. If the first step is skipped,
+    # the momentum is never written, and later steps use garbage. So the host decides this step.
     return any(
         group["momentum"] and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""The loss scale: its rule as a pure function, and the scaler that follows it and counts applied and skipped steps."""
+"""The loss scale: its rule as a pure function, and a scaler that follows it and counts steps."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -20,25 +20,31 @@ from lightning_mp.policy.pieces import LossScaling
 
 @dataclass(frozen=True, slots=True)
 class LossScaleState:
-    """Where a loss scale stands: Python numbers, or 0-d tensors on one device (fp32 scale, int32 counters)."""
+    """The state of a loss scale.
+
+    Its values are Python numbers, or 0-d tensors on one device: fp32 scale, int32 counters, a bool.
+    """
 
     scale: float | Tensor
-    #: clean steps since the last growth; it starts ``growth_delay`` below 0, and again after an overflow
+    #: clean steps since the last growth; ``-growth_delay`` at the start and after an overflow
     growth_tracker: int | Tensor
-    #: overflows left until the scale backs off; 1 means the next one does
+    #: overflows until the scale backs off; at 1 the next overflow lowers it
     hysteresis_left: int | Tensor
-    #: whether the last step overflowed where the scale could not be lowered any further
+    #: True if the last step overflowed and the scale could not be lowered
     overflowed_at_min: bool | Tensor = False
 
 
 def init(config: LossScaling, device: torch.device | str | None = None) -> LossScaleState:
-    """The state before the first step: Python numbers, or 0-d tensors on ``device``."""
+    """Return the state before the first step: Python numbers, or 0-d tensors on ``device``."""
     state = LossScaleState(float(config.init_scale), -config.growth_delay, config.hysteresis)
     return state if device is None else place(state, device)
 
 
 def place(state: LossScaleState, device: torch.device | str, dtype: torch.dtype = torch.float32) -> LossScaleState:
-    """The same state as 0-d tensors on ``device``; what is there already is kept, not copied."""
+    """Return the state as 0-d tensors on ``device``, with the scale in ``dtype``.
+
+    Tensors that have the device and the dtype already are not copied.
+    """
     values = state.scale, state.growth_tracker, state.hysteresis_left, state.overflowed_at_min
     dtypes = dtype, torch.int32, torch.int32, torch.bool
     tensors = (torch.as_tensor(value, dtype=of, device=device) for value, of in zip(values, dtypes, strict=True))
@@ -46,9 +52,10 @@ def place(state: LossScaleState, device: torch.device | str, dtype: torch.dtype 
 
 
 def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor) -> LossScaleState:
-    """The state after one step whose gradients were finite (``found_inf`` false) or not.
+    """Return the state after one step. ``found_inf`` is true if a gradient was not finite.
 
-    ``found_inf`` is a bool, a bool tensor, or a 0/1 float tensor. On a tensor state nothing is read back to the host.
+    ``found_inf`` is a bool, a bool tensor, or a 0/1 float tensor. A state of tensors gives a new
+    state of tensors, without a device sync. A state of Python numbers gives Python numbers.
 
     The rule is the union of ``torch._amp_update_scale_`` (ATen/native/cuda/AmpKernels.cu), DeepSpeed's
     ``DynamicLossScaler.update_scale`` and Megatron-LM's ``DynamicGradScaler.update``.
@@ -67,7 +74,8 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
     raised = _times(scale, config.growth_factor)
     if config.max_scale is not None:
         raised = raised.clamp(max=config.max_scale)
-    if config.max_scale is None or scale.dtype is torch.float32:  # there "no ceiling" still ends where fp32 does
+    # An fp32 scale ends at fp32's largest number even without a ceiling.
+    if config.max_scale is None or scale.dtype is torch.float32:
         raised = torch.where(raised.float().isinf(), scale, raised)
     refills = grows | ~overflowed if config.consecutive_hysteresis else grows
     spent = torch.where(overflowed, (left - 1).clamp(min=1), left)
@@ -80,8 +88,12 @@ def adjust(config: LossScaling, state: LossScaleState, found_inf: bool | Tensor)
 
 
 def _times(scale: Tensor, factor: float) -> Tensor:
-    """Rounded to fp32 from a product in fp64, as torch's own kernel makes it; a fp64 scale may go beyond fp32."""
-    if scale.device.type == "mps":  # has no fp64
+    """Return ``scale * factor``, computed in fp64 and rounded to fp32, as torch's own kernel does.
+
+    An fp64 scale keeps a product in fp64 if it is beyond fp32. On mps, which has no fp64, the
+    product is computed in the scale's dtype.
+    """
+    if scale.device.type == "mps":
         return scale * factor
     product = scale.double() * factor
     rounded = product.float()
@@ -93,25 +105,33 @@ def _times(scale: Tensor, factor: float) -> Tensor:
 
 @dataclass(slots=True)
 class _OptimizerState:
-    """What the scaler knows of one optimizer's gradients, and of its steps since the last ``update``."""
+    """The scaler's record of one optimizer: its gradients, and its steps since ``update``."""
 
-    #: kept here so that no other optimizer gets its ``id``
+    #: held so that no other optimizer gets its ``id``
     optimizer: Optimizer
-    #: what happened to the gradients since the last backward pass; after "checked" a user may not unscale again
+    #: the last operation on the gradients after backward; ``unscale_`` raises after "checked"
     stage: Literal["scaled", "unscaled", "checked", "stepped"] = "scaled"
     #: fp32, on the gradients' device: 1 if a gradient is not finite on some rank, else 0
     flag: Tensor | None = None
-    #: the maximum of the flags of its steps
+    #: the maximum of the flags of its steps since the last ``update``; ``None`` without a step
     stepped: Tensor | None = None
 
 
 class LossScaler(GradScaler):
     """A ``GradScaler`` whose scale follows a :class:`LossScaling`, and which counts applied and skipped steps.
 
-    Unlike torch's, it takes fp16 gradients (``16-true``), complex and sparse ones, steps fused optimizers whose
-    gradients were unscaled and clipped before, and can keep gradients unscaled between backward passes. Flags and
-    counts stay on the device; what the host reads is kept until the next step. Without a rule the scale is 1, and
-    gradients are checked all the same. ``on_step`` is called after every step that a user asks for directly.
+    Unlike torch's scaler:
+
+    - It takes fp16 (``16-true``), complex and sparse gradients.
+    - It steps fused optimizers whose gradients were unscaled and clipped before.
+    - It can keep gradients unscaled between backward passes.
+
+    Flags and counts stay on the device. A value that the host has read is kept until the next step.
+
+    Args:
+        config: the rule. ``None``: the scale is 1, the scaler is not ``enabled``, and gradients are
+            still checked.
+        on_step: called after every :meth:`step`.
     """
 
     def __init__(self, config: LossScaling | None = None, *, on_step: Callable[[], None] | None = None) -> None:
@@ -124,32 +144,34 @@ class LossScaler(GradScaler):
         self._on_step = on_step
         #: reduces a flag in place, by its maximum over ranks
         self.sync: Callable[[Tensor], None] | None = None
-        #: whether gradients are checked and steps held back; without it all are applied
+        #: True if gradients are checked and bad steps skipped; if False, every step is applied
         self.checks = True
-        #: a plan's, in a fit: gradients come from losses that it scaled, and others are refused
+        #: True in a plan's fit: gradients of a loss that was not scaled raise a PlanError
         self.within_run = False
-        #: a step that was decided here is under way; any other is made by somebody else
+        #: True while an optimizer steps through this scaler
         self.stepping = False
-        #: a loss was scaled since the last ``update``
+        #: True if a loss was scaled since the last ``update``
         self._scaled = False
-        #: a loss was scaled since ``divide_`` unscaled gradients last
+        #: True if a loss was scaled since ``divide_`` last unscaled gradients
         self._pass_is_scaled = False
-        #: by ``id``, optimizers with gradients that were looked at, or with steps since the last ``update``
+        #: by ``id``, optimizers with checked gradients, or with steps since the last ``update``
         self._states: dict[int, _OptimizerState] = {}
-        #: by ``id``, parameters whose gradients were unscaled, and become scaled again before the next backward pass
+        #: by ``id``, parameters whose unscaled gradients are scaled again before the next backward
         self._waiting: dict[int, Tensor] = {}
         #: steps, applied and skipped
         self.attempts = 0
-        #: how many were skipped, how many of them in a row count against the budget, and whether the last one was:
-        #: numbers where the host knows them, else scalars on the device
+        # These three are Python values if the host knows them, else scalars on the device.
+        #: the number of skipped steps
         self.skipped: Tensor | int = 0
+        #: the number of skipped steps in a row that count against the budget
         self._streak: Tensor | int = 0
+        #: true if the last step was skipped
         self._last: Tensor | bool = False
 
     # ------------------------------------------------------------------ the state
 
     def place(self, device: torch.device | str) -> Any:
-        """The state on ``device``; on the CPU at first."""
+        """Move the state to ``device`` and return it. It begins on the CPU."""
         if self.state.scale.device != torch.device(device):
             self._set_state(place(self.state, device))
         return self.state
@@ -161,11 +183,17 @@ class LossScaler(GradScaler):
 
     @property
     def overflowed_at_min(self) -> bool:
-        """Whether the last update met an overflow at the floor, under ``at_min="raise"``; a device sync."""
+        """True if the last update had an overflow at the lowest scale, with ``at_min="raise"``.
+
+        With ``at_min="raise"`` this is a device sync.
+        """
         return self.config.at_min == "raise" and bool(self.state.overflowed_at_min)
 
     def backoffs_left(self) -> float:
-        """Overflows until the floor is hit, where that raises, else ``inf``; a device sync."""
+        """Return how many backoffs bring the scale to its floor. ``inf`` unless ``at_min="raise"``.
+
+        0 if the floor is 0. With ``at_min="raise"`` this is a device sync.
+        """
         if self.config.at_min != "raise":
             return math.inf
         floor, scale = self.config.min_scale, self.get_scale()
@@ -173,11 +201,14 @@ class LossScaler(GradScaler):
         return math.ceil(away - 1e-9)
 
     def get_scale(self) -> float:
-        """The scale as a Python number; a device sync once training has begun."""
+        """Return the scale as a Python number. A device sync once training has begun."""
         return float(self.state.scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """``GradScaler``'s keys, so that stock Lightning can take the checkpoint over, and ``hysteresis_left``."""
+        """Return ``GradScaler``'s keys and ``hysteresis_left``, as Python numbers.
+
+        Stock Lightning can load them. A device sync.
+        """
         return {
             "scale": self.get_scale(),
             **{name: getattr(self.config, name) for name in ("growth_factor", "backoff_factor", "growth_interval")},
@@ -186,7 +217,14 @@ class LossScaler(GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a checkpoint (this package's or ``GradScaler``'s); the rule itself stays the one declared."""
+        """Take scale and counters from a checkpoint of this package or of ``GradScaler``.
+
+        The rule does not change: the values are clamped to its bounds, and a static scale stays at
+        ``init_scale``. An empty dict changes nothing.
+
+        Raises:
+            KeyError: ``"scale"`` is missing, under a dynamic rule.
+        """
         if not state_dict:
             return
         rule, device, scale = self.config, self.state.scale.device, self.config.init_scale
@@ -208,19 +246,29 @@ class LossScaler(GradScaler):
     # ------------------------------------------------------------------ the loss and the gradients
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor, or each of a list, tuple or iterable of tensors, times the scale; half ones become fp32 first."""
+        """Return ``outputs`` times the scale, or unchanged without a loss scale.
+
+        ``outputs`` is a tensor, or a list, tuple or other iterable of tensors. Lists and tuples
+        keep their class. Another iterable becomes an iterator. Half-precision tensors are cast to
+        fp32 first, because the scale may be beyond fp16.
+        """
         if not self.enabled:
             return outputs
         self._scaled = self._pass_is_scaled = True
         if isinstance(outputs, Tensor):
             scale: Any = self.place(outputs.device).scale
-            return (outputs.float() if outputs.dtype in HALF else outputs) * scale  # which may be beyond fp16
+            return (outputs.float() if outputs.dtype in HALF else outputs) * scale
         if isinstance(outputs, (list, tuple)):
             return type(outputs)([self.scale(output) for output in cast("list[Any]", outputs)])
         return map(self.scale, cast("Iterable[Any]", outputs))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, and note whether they are finite; once, or RuntimeError."""
+        """Divide the optimizer's gradients by the scale, and note if they are finite.
+
+        Raises:
+            RuntimeError: it was called before, or after ``step``, since the last ``update``.
+            PlanError: as in :meth:`check_finite_`.
+        """
         state = self._state_of(optimizer)
         if state.stage == "stepped":
             raise RuntimeError("unscale_() is being called after step().")
@@ -230,12 +278,12 @@ class LossScaler(GradScaler):
         state.stage = "checked"
 
     def check_finite_(self, optimizer: Optimizer) -> None:
-        """Note whether the optimizer's gradients are finite on this rank. Unscale those that still are scaled.
+        """Note if the optimizer's gradients are finite on this rank, and unscale scaled gradients.
 
-        Both happen in one pass. Without checks nothing happens.
+        Both happen in one pass, without a device sync. If ``checks`` is False nothing happens.
 
         Raises:
-            PlanError: the loss of these gradients was not scaled, so that nothing is to be divided.
+            PlanError: the loss of these gradients was not scaled, within a plan's fit.
         """
         if not self.checks:
             return
@@ -244,7 +292,8 @@ class LossScaler(GradScaler):
             self._check(parameters, state)
             return
         scaled = parameters
-        if not self._pass_is_scaled:  # then gradients that wait are unscaled, and so is what was added to them
+        # Without a new scaled loss, waiting gradients are unscaled, as is anything added to them.
+        if not self._pass_is_scaled:
             scaled = [parameter for parameter in parameters if id(parameter) not in self._waiting]
         unscaled_loss = self.within_run and not self._scaled
         if unscaled_loss and any(parameter.grad is not None for parameter in scaled):
@@ -258,9 +307,10 @@ class LossScaler(GradScaler):
         state.stage = "unscaled"
 
     def multiply_back_(self) -> None:
-        """Before a backward pass: multiply gradients that wait unscaled by the scale, as the pass adds to them.
+        """Multiply waiting unscaled gradients by the scale, before a backward pass adds to them.
 
-        What was noted of gradients is forgotten. Steps since the last ``update`` are not.
+        They are left alone if a loss was scaled since ``divide_``. Notes about gradients are
+        dropped. Steps since the last ``update`` are kept.
         """
         self._states = {key: state for key, state in self._states.items() if state.stepped is not None}
         for state in self._states.values():
@@ -268,14 +318,16 @@ class LossScaler(GradScaler):
             state.flag = None
         waiting = [*self._waiting.values()]
         self._waiting.clear()
-        if waiting and not self._pass_is_scaled:  # a user who scaled a loss by hand has scaled gradients by now
+        # A user who scaled a loss by hand has scaled gradients already.
+        if waiting and not self._pass_is_scaled:
             scale = self.state.scale
             unscale_and_check_(gradients(waiting), scale, torch.zeros_like(scale))
 
     def divide_(self, optimizers: Iterable[Optimizer], others: Iterable[Tensor] = ()) -> None:
-        """After a backward pass: unscale the gradients of all optimizers, and of ``others``, for users who read them.
+        """Unscale and check the gradients of ``optimizers`` after a backward pass.
 
-        ``others`` are parameters. Those that no optimizer updates are unscaled, and not checked.
+        Users read them then. ``others`` are parameters that no optimizer updates. Their gradients
+        are unscaled and not checked. Without a loss scale nothing happens.
         """
         if not self.enabled:
             return
@@ -283,14 +335,14 @@ class LossScaler(GradScaler):
             state, parameters = self._state_of(optimizer), parameters_of(optimizer)
             fresh = self._begin_to_wait(parameters)
             self._check(fresh, state, divide=True)
-            if len(fresh) < len(parameters):  # the rest was divided with another optimizer
+            if len(fresh) < len(parameters):  # another optimizer shares the rest, and divided it
                 self._check(parameters, state)
             state.stage = "unscaled"
         self.divide_unchecked_(others)
         self._pass_is_scaled = False
 
     def divide_unchecked_(self, parameters: Iterable[Tensor]) -> None:
-        """Unscale the gradients of parameters that no optimizer updates, unless they wait unscaled already."""
+        """Unscale the gradients of ``parameters`` unless they wait unscaled. Do not check them."""
         fresh = gradients(self._begin_to_wait(parameters))
         if fresh:
             scale = self.state.scale
@@ -302,7 +354,7 @@ class LossScaler(GradScaler):
         return bool(self._waiting)
 
     def _begin_to_wait(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Note that the parameters' gradients are unscaled. Return the parameters of which that was not so."""
+        """Note that the parameters' gradients are unscaled. Return the newly noted parameters."""
         fresh: list[Tensor] = []
         for parameter in parameters:
             if id(parameter) not in self._waiting:
@@ -311,8 +363,8 @@ class LossScaler(GradScaler):
         return fresh
 
     def _check(self, parameters: Iterable[Tensor], state: _OptimizerState, *, divide: bool = False) -> None:
-        """Set the state's flag if a gradient is not finite. With ``divide``, unscale in the same pass."""
-        scale: Any = self.state.scale  # 1 where there is no loss scale
+        """Set the state's flag if a gradient is not finite. With ``divide``, also unscale."""
+        scale: Any = self.state.scale  # 1 without a loss scale
         if state.flag is None:
             state.flag = torch.zeros_like(scale)
         factor = scale
@@ -325,10 +377,12 @@ class LossScaler(GradScaler):
     # ------------------------------------------------------------------ the step
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Unscale if needed, then step the optimizer, or leave everything as it is if a gradient is not finite.
+        """Unscale if needed, then step the optimizer, or skip the step if a gradient is not finite.
 
         Raises:
-            RuntimeError: a second call since the last ``update``, or a closure, as torch's scaler does.
+            RuntimeError: a closure is given. With a loss scale, also a second call since the last
+                ``update``. torch's scaler raises in both cases too.
+            PlanError: as in :meth:`check_finite_`.
         """
         if "closure" in kwargs or args:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -341,7 +395,15 @@ class LossScaler(GradScaler):
             self._on_step()
 
     def step_checked(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """``step`` for the engine, which has checked; returns what the optimizer did, ``None`` for a known skip."""
+        """Step the optimizer unless its checked gradients were not finite, and count the step.
+
+        With ``sync`` set and gradients checked this is a collective. Return the value of the
+        optimizer's ``step``, or ``None`` if it was not called. A fused optimizer is called in every
+        step, and skips on the device.
+
+        Raises:
+            RuntimeError: a second call since the last ``update``, with a loss scale.
+        """
         state = self._state_of(optimizer)
         if state.stage == "stepped":
             raise RuntimeError("step() has already been called since the last update().")
@@ -359,12 +421,12 @@ class LossScaler(GradScaler):
         return result
 
     def note_unchecked(self) -> None:
-        """Count a step whose gradients nobody looks at as applied."""
+        """Count a step with unchecked gradients as applied. It ends a row of skipped steps."""
         self.attempts += 1
         self._streak, self._last = 0, False
 
     def note_step(self, optimizer: Optimizer, found_inf: Tensor) -> None:
-        """Count a step that DeepSpeed unscaled, checked and made, with its flag."""
+        """Count a step that DeepSpeed made (``found_inf`` is 0) or skipped (``found_inf`` is 1)."""
         self._last = found_inf
         self._count(self._state_of(optimizer), found_inf)
 
@@ -377,31 +439,35 @@ class LossScaler(GradScaler):
         if self.enabled:
             state.stage = "stepped"
             state.stepped = flag if state.stepped is None else torch.maximum(state.stepped, flag)
-        elif self.checks and self._last is not False:  # else it is still 0, and serves again
+        elif self.checks and self._last is not False:  # a flag that the host read as 0 is reused
             state.flag = None
-        if self._last is False:  # an optimizer that cannot take the flag: the host has asked
+        if self._last is False:  # the host has read the flag, and the step was applied
             self._streak = 0
             return
-        # An overflow is ordinary, except at the floor: only there it counts against the budget.
+        # An overflow is ordinary. It counts against the budget only at the lowest scale.
         counts = self.state.scale <= self._floor if self.enabled else 1
         self.skipped = self.skipped + flag
         self._streak = (self._streak + counts) * flag
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer stepped since the scale was adjusted last, where there is one."""
+        """True if the optimizer stepped since the last ``update``. False without a loss scale."""
         return self._state_of(optimizer).stepped is not None
 
     @property
     def group_open(self) -> bool:
-        """Whether any optimizer did."""
+        """True if any optimizer stepped since the last ``update``. False without a loss scale."""
         return any(state.stepped is not None for state in self._states.values())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adjust the scale once for all optimizers that stepped since the last update; without any, do nothing."""
+        """Adjust the scale once for all optimizers that stepped since the last update.
+
+        An overflow of one optimizer counts for all. With ``new_scale`` the scale is set to it
+        instead. If neither is the case, nothing happens.
+        """
         flags = [state.stepped for state in self._states.values() if state.stepped is not None]
         if flags or new_scale is not None:
             self._scaled = self._pass_is_scaled = False
-            # gradients that were not stepped with since the last backward pass keep what was noted of them
+            # Notes are kept for optimizers that have not stepped since the last backward pass.
             rest = self._states.items() if new_scale is None else ()
             self._states = {key: state for key, state in rest if state.stage != "stepped"}
             for state in self._states.values():
@@ -412,7 +478,11 @@ class LossScaler(GradScaler):
             self._adjust(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
 
     def _adjust(self, found_inf: Tensor) -> None:
-        """:func:`adjust`, in place; the common rule by torch's fused kernel and a bound, which are fewer launches."""
+        """Apply :func:`adjust` to the state.
+
+        The most common rule uses torch's fused kernel and a clamp instead, because they need fewer
+        launches.
+        """
         rule, state = self.config, self.place(found_inf.device)
         plain = rule.dynamic and rule.hysteresis == 1 and not rule.growth_delay
         if not plain or rule.max_scale is not None or rule.at_min != "hold":
@@ -425,13 +495,16 @@ class LossScaler(GradScaler):
             scale.clamp_(min=rule.min_scale)
 
     def forget(self) -> None:
-        """Drop what is known of gradients, and of steps since the last update."""
+        """Drop all notes about gradients, and about steps since the last ``update``."""
         self._scaled = self._pass_is_scaled = False
         self._states.clear()
         self._waiting.clear()
 
     def forget_others(self, optimizers: Iterable[Optimizer]) -> None:
-        """Drop what is known of the gradients of all but ``optimizers``. Steps of others count until ``update``."""
+        """Drop notes about the gradients of all optimizers except ``optimizers``.
+
+        Steps of the other optimizers still count in the next ``update``.
+        """
         kept = {id(unwrapped(optimizer)) for optimizer in optimizers}
         states = self._states.items()
         self._states = {key: state for key, state in states if key in kept or state.stepped is not None}
@@ -440,7 +513,7 @@ class LossScaler(GradScaler):
 
     @property
     def step_skipped(self) -> bool:
-        """Whether the last step was skipped; like the counts, a device sync once a step."""
+        """True if the last step was skipped. Like the counts, a device sync at most once a step."""
         return self._last if isinstance(self._last, bool) else self._read(self._last)
 
     def _counts(self) -> tuple[int, int]:
@@ -451,25 +524,32 @@ class LossScaler(GradScaler):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped."""
+        """Return how many steps were skipped."""
         return self._counts()[0]
 
     @property
     def applied_steps(self) -> int:
-        """How many steps were applied."""
+        """Return how many steps were applied."""
         return self.attempts - self.skipped_steps
 
     @property
     def streak(self) -> int:
-        """How many skips in a row, the last one included, count against the budget."""
+        """Return how many skipped steps in a row, the last step included, count against the budget.
+
+        With a loss scale only skips at its lowest value count.
+        """
         return self._counts()[1]
 
     def counts(self) -> dict[str, int | bool]:
-        """The counts as Python numbers."""
+        """Return the counts as Python values, for a checkpoint. A device sync."""
         return {name: getattr(self, name) for name in ("applied_steps", "skipped_steps", "streak", "step_skipped")}
 
     def load_counts(self, counts: Mapping[str, int | bool]) -> None:
-        """Resume from the counts of a checkpoint."""
+        """Take the counts of a checkpoint. ``step_skipped`` may be missing.
+
+        Raises:
+            KeyError: another count is missing.
+        """
         self.skipped, self._streak = int(counts["skipped_steps"]), int(counts["streak"])
         self.attempts = int(counts["applied_steps"]) + self.skipped
         self._last = bool(counts.get("step_skipped"))
@@ -477,7 +557,10 @@ class LossScaler(GradScaler):
     # ------------------------------------------------------------------ helpers
 
     def _state_of(self, optimizer: Optimizer) -> _OptimizerState:
-        """The state of the optimizer; a new one if there is none. A trainer's wrapper shares that of its optimizer."""
+        """Return the optimizer's state. Create it if there is none.
+
+        A LightningOptimizer shares the state of the optimizer that it wraps.
+        """
         state = self._states.get(id(optimizer))
         if state is None:
             inner = unwrapped(optimizer)
@@ -486,11 +569,14 @@ class LossScaler(GradScaler):
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, where a trainer's wrapper around it was given."""
+    """Return the optimizer that a LightningOptimizer wraps. Return any other optimizer itself."""
     wrapped = any(kind.__name__ == "LightningOptimizer" for kind in type(optimizer).__mro__)
     return cast("Any", optimizer).optimizer if wrapped else optimizer
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    """What gradients are multiplied by to unscale them: computed in fp64 as torch's scaler does. mps has no fp64."""
+    """Return the factor that unscales gradients, computed in fp64 as in torch's scaler.
+
+    On mps, which has no fp64, it is computed in fp32.
+    """
     return scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
