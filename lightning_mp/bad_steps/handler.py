@@ -184,7 +184,7 @@ class BadSteps:
             raise diagnosis.error(verdict, bad_loss=bad_loss, step=self._step, scale=scale, **budget)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Drop the batches and close the log at the end of a run, failed with ``error`` if set."""
+        """Drop the batches and close the log. ``error`` is set if the run failed."""
         self.replayer.forget()
         if self._checkpoints is not None:
             self._checkpoints.close()

@@ -1,4 +1,4 @@
-"""What monitors and people may read of a ``MixedPrecisionPlan``, and what a fit under it begins and ends with."""
+"""The read-only state of a ``MixedPrecisionPlan``, and the code at the start and end of a fit."""
 
 from __future__ import annotations
 
@@ -35,25 +35,28 @@ from lightning_mp.record import file_format
 
 
 class Run:
-    """One Trainer's run under a plan: policy, loss scale and counts; while it lasts, the engine and what undoes it."""
+    """The state of one Trainer's run under a plan: policy, loss scale and counts.
+
+    While the run lasts, it also has the engine, and in ``cleanup`` the functions that undo changes.
+    """
 
     def __init__(self, policy: PrecisionPolicy) -> None:
         self.device = torch.device("cpu")
         self.engine: StepEngine | None = None
         self.fp8_layers: list[FP8Layer] = []
-        #: whether the last call of optimizer_step made a step; it does not where training_step returned None
+        #: True if the last call of optimizer_step made a step; False if training_step returned None
         self.stepped = False
-        #: whether hooks of the user's may change gradients before the step; known from the first step on
+        #: True if a user's hook may change gradients before the step; unset until the first step
         self.checks_again: bool | None = None
-        #: steps, and applied steps, before the first step of this fit: those of a checkpoint or of an earlier fit
+        #: steps and applied steps before this fit's first step, from a checkpoint or an earlier fit
         self.attempts_before = self.applied_before = 0
         self.cleanup = ExitStack()
-        #: its Trainer, or the one that it had: another one gets a run of its own
+        #: the run's Trainer; another Trainer gets a run of its own
         self.attached: weakref.ref[Trainer] | None = None
         self.follow(policy)
 
     def follow(self, policy: PrecisionPolicy) -> None:
-        """Take ``policy``, and its loss scale from the start."""
+        """Set the policy, with a new loss scaler at its initial scale. Counts start from 0."""
         self.policy = policy
         rule = None if policy.precision == "auto" else policy.loss_scaling
         self.loss_scaler = LossScaler(rule, on_step=self._on_step)
@@ -63,15 +66,22 @@ class Run:
 
     @property
     def trainer(self) -> Trainer | None:
-        """The Trainer, while it lives."""
+        """Return the run's Trainer; ``None`` before ``attach``, or once the Trainer was deleted."""
         return None if self.attached is None else self.attached()
 
     def attach(self, trainer: Trainer) -> None:
-        """``trainer`` begins, or goes on to its next stage."""
+        """Set the run's Trainer and its device. A weak reference is kept."""
         self.device, self.attached = trainer.strategy.root_device, weakref.ref(trainer)
 
     def begin(self, engine: StepEngine, module: nn.Module) -> None:
-        """Change the module, and switch off what would go past it."""
+        """Set the engine and let it prepare ``module``.
+
+        Fast paths of torch that skip a module's hooks are switched off. ``release`` undoes all
+        changes.
+
+        Raises:
+            PlanError: the engine cannot carry out the policy for this module.
+        """
         trainer = trainer_of(module)
         self.engine, self.fp8_layers = engine, engine.fp8_layers
         self.cleanup.callback(engine.release)
@@ -84,14 +94,17 @@ class Run:
             self.cleanup.callback(Override(module, "configure_optimizers", run).remove)
 
     def begin_steps(self, module: LightningModule) -> None:
-        """In the first step: schedulers and weight averages will not move on a skipped one."""
+        """Prepare for the first step of a fit.
+
+        Schedulers and weight averages will not advance in a skipped step.
+        """
         self.checks_again = may_change_gradients(module)
         self.attempts_before, self.applied_before = self.loss_scaler.attempts, self.loss_scaler.applied_steps
         undo = hold_on_skips(module.trainer, module, lambda: self.stepped and self.loss_scaler.step_skipped)
         self.cleanup.callback(undo)
 
     def release(self) -> None:
-        """Restore every process-global that was set, and the methods that were changed."""
+        """End the run: drop the engine and undo every change to the process and to the module."""
         self.engine = self.checks_again = None
         self.cleanup.close()
 
@@ -101,11 +114,11 @@ class Run:
 
 
 class _NoCallbackError(PlanError, AttributeError):
-    """A plan among a Trainer's callbacks; for ``hasattr`` and debuggers the attribute is not there."""
+    """The error for a plan among a Trainer's callbacks. ``hasattr`` returns False because of it."""
 
 
 class PlanBase:
-    """The base class by which a precision plugin is known to be a plan."""
+    """The base class of plans, for ``isinstance`` checks. It has their read-only state."""
 
     _declared: PrecisionPolicy
     _run: Run
@@ -113,73 +126,95 @@ class PlanBase:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """What is declared; of a run, with what ``auto`` and the strategy's own config have added."""
+        """Return the declared policy.
+
+        In a run, ``auto`` is resolved, and values of the strategy's own config are added.
+        """
         return self._run.policy
 
     @property
     def precision(self) -> Any:
-        """The policy's mode."""
+        """Return the policy's mode, such as ``"bf16-mixed"``."""
         return self._run.policy.precision
 
     @property
     def engine(self) -> StepEngine | None:
-        """What carries the plan out on the strategy at hand, while a run lasts."""
+        """Return the engine that carries out the plan on the strategy; ``None`` outside of a run."""
         return self._run.engine
 
     @property
     def loss_scaler(self) -> LossScaler:
-        """The loss scale and the counts of applied and skipped steps; disabled in a mode without loss scaling."""
-        run = self._run if self._run.attached or not self._last else self._last[0]  # that of a copy
+        """Return the loss scale with the counts of applied and skipped steps.
+
+        In a mode without loss scaling it is disabled, and still counts.
+        """
+        run = self._run if self._run.attached or not self._last else self._last[0]  # a copy ran
         return run.loss_scaler
 
     @property
     def scaler(self) -> LossScaler | None:
-        """The same; ``None`` in a mode without loss scaling."""
+        """Return ``loss_scaler``, or ``None`` in a mode without loss scaling."""
         return self.loss_scaler if self.loss_scaler.enabled else None
 
     @property
     def fp8_layers(self) -> list[FP8Layer]:
-        """Under ``"fp8-mixed"``, once a run began: every Linear and Conv1D, converted or left with the reason."""
+        """Return every Linear and Conv1D of an ``"fp8-mixed"`` run, converted or with a reason.
+
+        The list is empty before the run, and in another mode.
+        """
         return list(self._run.fp8_layers)
 
     @property
     def step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped; the first question after a step is a device sync."""
+        """True if the last optimizer step was skipped.
+
+        The first read after a step is a device sync.
+        """
         return self.loss_scaler.step_skipped
 
     @property
     def skipped_steps(self) -> int:
-        """How many optimizer steps were skipped since the run began."""
+        """Return the number of skipped optimizer steps, those before a resume included."""
         return self.loss_scaler.skipped_steps
 
     @property
     def applied_steps(self) -> int:
-        """How many optimizer steps were applied since the run began."""
+        """Return the number of applied optimizer steps, those before a resume included."""
         return self.loss_scaler.applied_steps
 
     @property
     def trainer(self) -> Trainer | None:
-        """The Trainer of the present run, or of the last one while it lives."""
+        """Return the Trainer of the present or last run; ``None`` without one that still exists."""
         return self._run.trainer
 
     @property
     def last_grad_norm(self) -> Tensor | None:
-        """The global gradient norm of the last clipping by norm, before it: an fp32 scalar on the device."""
+        """Return the global gradient norm before the last clipping by norm.
+
+        It is an fp32 scalar on the device. ``None`` is returned outside of a run, or if no gradient was clipped by norm yet.
+        """
         return None if self.engine is None else self.engine.last_norm
 
     def same_as(self, other: object) -> bool:
-        """Whether ``other`` is a plan of the same class that declares the same policy: either may run for the other."""
+        """True if ``other`` is a plan of the same class and the same declared policy.
+
+        The two plans are then interchangeable.
+        """
         return type(other) is type(self) and cast("PlanBase", other)._declared == self._declared
 
     def state_dict(self) -> dict[str, Any]:
-        """The policy, the counts and the loss scale, and in a run which weights stay fp32; plain values only."""
+        """Return the declared policy, the counts and the loss scale, as plain values.
+
+        In a run, ``"fp32"`` has the names of weights that stay fp32 in a half-precision file, if
+        any.
+        """
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         fp32 = {"fp32": names} if self.engine is not None and (names := self.engine.fp32_names()) else {}
         values = {"policy": self._declared.to_dict(), "steps": self.loss_scaler.counts(), **scaler, **fp32}
         return file_format.stamped(values)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from counts and loss scale; the policy stays the one declared now.
+        """Resume from counts and loss scale. The policy is not loaded.
 
         Raises:
             PlanError: a newer release of this package wrote ``state_dict``.
@@ -193,13 +228,18 @@ class PlanBase:
             self.scaler.load_state_dict(state_dict.get("scaler", {}))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Have torchao's optimizer states and quantized weights saved in a form that every strategy can load."""
-        if "torchao" in sys.modules:  # else there are none
+        """Replace torchao's tensors in ``checkpoint`` by a form that every strategy can load.
+
+        These are quantized optimizer states and weights. The dict is changed in place.
+        """
+        if "torchao" in sys.modules:  # otherwise no tensor is torchao's
             for key in checkpoint.keys() & {"state_dict", "optimizer_states"}:
                 checkpoint[key] = map_tensors(checkpoint[key], loadable_anywhere)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adopt the scale of a checkpoint that stock Lightning wrote under ``16-mixed``.
+        """Load the loss scale of a checkpoint that stock Lightning wrote under ``16-mixed``.
+
+        The checkpoint of a plan is only checked. Its state comes through ``load_state_dict``.
 
         Raises:
             PlanError: a newer release of this package wrote the checkpoint.
@@ -208,7 +248,7 @@ class PlanBase:
             raise PlanError.of(f"the checkpoint {said}", f"{file_format.UPDATE}, or resume from another checkpoint")
         if self.scaler is None or type(self).__qualname__ in checkpoint:
             return
-        for key in ("MixedPrecision", "FSDPPrecision"):  # where stock plugins keep a GradScaler's state
+        for key in ("MixedPrecision", "FSDPPrecision"):  # keys of stock plugins with a GradScaler
             if "scale" in checkpoint.get(key, {}):
                 self.scaler.load_state_dict(checkpoint[key])
 
@@ -218,9 +258,10 @@ class PlanBase:
         raise _NoCallbackError.of("callbacks=[MixedPrecisionPlan(...)]", "write Trainer(plugins=[plan])", "Trainer")
 
     def describe(self, module: nn.Module | None = None) -> str:
-        """What is declared, as a table: what is stored, computed, reduced and kept in which dtype, and by what rules.
+        """Return the policy as a table of text: its dtypes, pins and rules.
 
-        With ``module``, or within a run, each pin and the checkpointing come with the modules they cover.
+        With ``module``, or within a run, pins and checkpointing are listed with the modules they
+        cover.
         """
         return describe.as_text(self._described(module))
 
@@ -234,7 +275,7 @@ class PlanBase:
 
 
 def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
-    """Say on rank 0 what is declared, and give it to the loggers, so that runs can be filtered by it."""
+    """Print the policy on rank 0, and give it to the loggers as a hyperparameter."""
     for line in describe.announcement(engine.policy, module, engine.fp8_layers):
         rank_zero_info(line)
     if engine.policy.precision == "16-true":
@@ -248,16 +289,18 @@ def began(engine: StepEngine, module: nn.Module, trainer: Trainer) -> None:
 
 
 def ended(run: Run) -> None:
-    """Look, at the end of a fit that did not fail, at whether any of the steps of this fit was applied.
+    """Raise NonFiniteError if a fit that ran to its end applied none of its steps.
 
-    Steps of the checkpoint that it resumed from, and of an earlier fit of the Trainer, do not count.
+    Steps of the checkpoint that it resumed from, and of an earlier fit, do not count. With loss
+    scaling and at most ``SEARCH_SKIPS`` steps this is a warning, because the scale may still fall.
+    Nothing happens after an interruption, or if no step was tried.
 
     Raises:
-        NonFiniteError: none was applied. Where fp16 may not have found its loss scale yet, this is a warning.
+        NonFiniteError: every step was skipped.
     """
     trainer, scaler = run.trainer, run.loss_scaler
     fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.interrupted
-    if not fitted or run.engine is None or run.checks_again is None:  # the last: no step was tried
+    if not fitted or run.engine is None or run.checks_again is None:  # the last: there was no step
         return
     tried = scaler.attempts - run.attempts_before
     if tried and scaler.applied_steps == run.applied_before:
