@@ -1,4 +1,4 @@
-"""Where non-finite values came from: rank, batch, module and parameter, in an event or in the error that ends a run."""
+"""``Diagnosis``, the origin of non-finite values, and the errors that end a run because of them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,24 +18,28 @@ from lightning_mp.modules.patterns import plain_name
 from lightning_mp.numerics import nonfinite
 from lightning_mp.numerics.nonfinite import Origin
 
-#: A scale that is being searched for overflows this many times in a row at most, from torch's 65,536 on (measured on
-#: small GPT-2 and MLP runs).
+#: the most overflows in a row before torch's initial scale of 65,536 has fallen far enough
+#: (measured on small GPT-2 and MLP runs)
 SEARCH_SKIPS = 5
 
 
 _OVERFLOWS = "; if it is finite, an operation overflows after {!r}: cast to fp32 there, or pin the module around it"
 
 
-#: why a run ends by an overflow where the loss scale can fall no lower
+#: the verdict of a run that ends by an overflow at the minimum loss scale
 AT_MIN = "overflow at the minimum loss scale (at_min='raise')"
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Where a non-finite value came from, the same on every rank; ``None`` is not known, and ``note`` says why.
+    """The origin of a non-finite value, the same on every rank. A field is ``None`` if unknown.
 
-    ``rank`` is the one whose *own* loss or gradients were bad, before they were summed over ranks; ``bad_loss`` whether
-    its loss was; ``batch_idx`` the batch, under gradient accumulation the first bad one of the window.
+    Attributes:
+        rank: the rank whose *own* loss or gradients were bad, before they were reduced.
+        origin: the module, the parameter and the pass.
+        bad_loss: True if the rank's loss was non-finite.
+        batch_idx: the batch, under gradient accumulation the first bad one of the window.
+        note: the reason why the batch did not show the origin, if there is one.
     """
 
     rank: int | None = None
@@ -46,23 +50,23 @@ class Diagnosis:
 
     @property
     def module(self) -> str | None:
-        """The origin's module."""
+        """Return the origin's module, or ``None``."""
         return None if self.origin is None else self.origin.module
 
     @property
     def parameter(self) -> str | None:
-        """The origin's parameter."""
+        """Return the origin's parameter, or ``None``."""
         return None if self.origin is None else self.origin.parameter
 
     @property
     def cause(self) -> str:
-        """What is likely to have happened."""
+        """Return the likely cause, in words."""
         if self.origin is None:
             return self.note or "the value did not appear again when the batch was run again"
         return self.origin.cause if self.note is None else f"seen in weights and gradients only ({self.note})"
 
     def advice(self, bad_loss: bool, *, under_plan: bool) -> str:
-        """What to do about it."""
+        """Return the advice for the user. It names a plan's fields if ``under_plan``."""
         origin = self.origin
         if origin is None:
             return "lower the learning rate, or clip gradients"
@@ -88,7 +92,17 @@ class Diagnosis:
         scale: float | None,
         budget: str = "nonfinite=NonFinite(max_consecutive=...)",
     ) -> NonFiniteError:
-        """What ends the run; ``budget`` is how the number of skips that are allowed is written, without a plan."""
+        """Return the error that ends the run.
+
+        It is LossScaleError if ``verdict`` is ``AT_MIN``, else NonFiniteError.
+
+        Args:
+            verdict: the reason why the run ends.
+            bad_loss: the loss was non-finite.
+            step: the number of the step.
+            scale: the loss scale, or ``None`` without loss scaling.
+            budget: the argument with the number of allowed skips, as the message shows it.
+        """
         lost = "no module could be named: the batch is gone or did not reproduce it"
         place = lost if self.origin is None else f"first seen in {self.origin}"
         state = "the loss was non-finite already before it was scaled" if bad_loss else "the loss was finite"
@@ -116,17 +130,26 @@ def error(
     *,
     distributed: bool,
 ) -> NonFiniteError:
-    """The error, the same on every rank.
+    """Run the last batch again and return the error that ends the run, the same on every rank.
 
-    ``replay`` runs the last batch forward and backward without summing gradients over ranks; ``step`` is the number of
-    optimizer steps attempted so far.
+    Every rank must call it if ``distributed``. The replay changes gradients.
+
+    Args:
+        module: the module of the run.
+        replay: runs the last batch forward and backward without reducing gradients. ``None``
+            without a batch: only the gradients are then read.
+        verdict: the reason why the run ends.
+        step: the number of optimizer steps tried so far.
+        loss: the last loss, or ``None``.
+        scale: the loss scale, or ``None`` without loss scaling.
+        distributed: compare the findings of all ranks.
     """
     bad_loss = loss is not None and not bool(torch.isfinite(loss).all())
-    # of which nothing is left once the batch is run again
+    # before the replay, which changes the gradients
     from_gradients = named(nonfinite.from_gradients(module, _kept_gradient))
     origin = None if replay is None else named(nonfinite.locate(module, replay))
     diagnosis = first_bad_rank(origin, bad_loss, distributed=distributed)
-    if diagnosis.origin is None:  # on every rank: no batch to run again, or nothing in it was bad by itself
+    if diagnosis.origin is None:  # on all ranks: no replay, or a finite one
         if from_gradients is not None and replay is not None and not diagnosis.bad_loss:
             from_gradients = replace(from_gradients, phase="after backward")
         diagnosis = first_bad_rank(from_gradients, bad_loss, distributed=distributed)
@@ -134,7 +157,11 @@ def error(
 
 
 def applied_none(tried: int, scale: float | None, stop: str = "nonfinite='raise'") -> NonFiniteError:
-    """Of a run that skipped all of its ``tried`` optimizer steps; ``stop`` is what ends it at the first."""
+    """Return the error of a run that skipped all of its ``tried`` optimizer steps.
+
+    ``scale`` is the last loss scale, ``None`` without loss scaling. ``stop`` is the argument that
+    would end such a run at its first skipped step.
+    """
     scaled = "" if scale is None else f"; the loss scale ended at {scale:g}"
     return NonFiniteError(
         f"The run applied 0 of its {tried} optimizer steps: each was skipped, as a gradient was not finite{scaled}. "
@@ -143,12 +170,16 @@ def applied_none(tried: int, scale: float | None, stop: str = "nonfinite='raise'
 
 
 def _kept_gradient(parameter: Any) -> Tensor | None:
-    """ZeRO-3 keeps what it has summed until the next backward pass; of ZeRO-1 and 2 nothing is left after a skip."""
+    """Return the gradient of a parameter after a skipped step, or ``None``.
+
+    ZeRO-3 keeps reduced gradients until the next backward pass. ZeRO-1 and 2 drop them in a skipped
+    step.
+    """
     return local_gradient(parameter) if is_partitioned(parameter) else parameter.grad
 
 
 def named(origin: Origin | None) -> Origin | None:
-    """With names without those of wrappers."""
+    """Return ``origin`` under names without wrappers (``_orig_mod.``); ``None`` for ``None``."""
     if origin is None:
         return None
     parameter = None if origin.parameter is None else plain_name(origin.parameter)
@@ -156,18 +187,25 @@ def named(origin: Origin | None) -> Origin | None:
 
 
 def first_bad_rank(origin: Origin | None, bad_loss: bool, *, distributed: bool) -> Diagnosis:
-    """The first rank whose *own* loss or gradients were bad, and what it found; every rank calls it."""
+    """Return the finding of the first rank with a non-finite loss, else the first with an origin.
+
+    If no rank has either, return an empty Diagnosis. If ``distributed``, this is a collective:
+    every rank must call it. Otherwise the arguments are returned as the finding of rank 0.
+    """
     if not distributed:
         return Diagnosis(0, origin, bad_loss)
     everyone = [(origin, bad_loss)] * dist.get_world_size()
     dist.all_gather_object(everyone, (origin, bad_loss))
-    # A non-finite loss is a rank's own fault; a gradient seen without a replay may have come from a sum over ranks.
+    # A non-finite loss is the rank's own. A gradient may be non-finite because it was reduced.
     bad = [(rank, *found) for rank, found in enumerate(everyone) if any(found)]
     return Diagnosis(*min(bad, key=lambda one: not one[2])) if bad else Diagnosis()
 
 
 def run_again(optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any]) -> Tensor | None:
-    """The last batch again, forward and backward, this rank's gradients alone."""
+    """Run the last batch again, forward and backward, and return the loss from ``closure``.
+
+    Gradients are dropped before and are not reduced, so they are this rank's own.
+    """
     optimizer.zero_grad()
     strategy = model.trainer.strategy
     unsynced = strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()

@@ -76,11 +76,8 @@ class Run:
     def begin(self, engine: StepEngine, module: nn.Module) -> None:
         """Set the engine and let it prepare ``module``.
 
-        Fast paths of torch that skip a module's hooks are switched off. ``release`` undoes all
-        changes.
-
-        Raises:
-            PlanError: the engine cannot carry out the policy for this module.
+        ``module`` is changed in place. Fast paths of torch that skip a module's hooks are switched
+        off. ``release`` undoes all changes except pins and the dtypes of weights.
         """
         trainer = trainer_of(module)
         self.engine, self.fp8_layers = engine, engine.fp8_layers
@@ -104,7 +101,10 @@ class Run:
         self.cleanup.callback(undo)
 
     def release(self) -> None:
-        """End the run: drop the engine and undo every change to the process and to the module."""
+        """End the run: drop the engine, and undo its changes to the process and the module.
+
+        Pins and the dtypes of weights stay.
+        """
         self.engine = self.checks_again = None
         self.cleanup.close()
 
@@ -139,7 +139,7 @@ class PlanBase:
 
     @property
     def engine(self) -> StepEngine | None:
-        """Return the engine that carries out the plan on the strategy; ``None`` outside of a run."""
+        """Return the engine that carries out the plan; ``None`` outside of a run."""
         return self._run.engine
 
     @property
@@ -191,7 +191,8 @@ class PlanBase:
     def last_grad_norm(self) -> Tensor | None:
         """Return the global gradient norm before the last clipping by norm.
 
-        It is an fp32 scalar on the device. ``None`` is returned outside of a run, or if no gradient was clipped by norm yet.
+        It is an fp32 scalar on the device. ``None`` is returned outside of a run, or if no gradient
+        was clipped by norm yet.
         """
         return None if self.engine is None else self.engine.last_norm
 

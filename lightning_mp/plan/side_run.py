@@ -1,4 +1,4 @@
-"""One batch through a module outside of the training loop, and everything as it was before afterwards."""
+"""Functions that run a batch through a module outside of the training loop, and restore state."""
 
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -15,7 +15,7 @@ from lightning_mp.numerics.dtypes import HALF, cast_floating, default_dtype, to_
 from lightning_mp.numerics.rng import rng_state, set_rng_state
 from lightning_mp.plan.skip_aware import Override
 
-#: Trainer arguments of a run of a few steps that is only observed: nothing is validated, saved or shown
+#: Trainer arguments for a few observed steps without validation, checkpoints and progress output
 BARE: Mapping[str, Any] = {
     "max_epochs": -1,
     "limit_val_batches": 0,
@@ -24,17 +24,17 @@ BARE: Mapping[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-#: attributes that every module has, and that of a LightningModule which refers to the run around it
+#: attributes that every module has, and a LightningModule's references to its run
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 
 
 def step_output(module: nn.Module, batch: Any, batch_idx: int = 0) -> Any:
-    """What ``training_step`` of a LightningModule returns for ``batch``, or the forward of any other module.
+    """Return the output of ``training_step``, or of the forward if the module has no such method.
 
-    A forward gets a mapping as keywords, a tuple or list as arguments.
+    A forward gets a mapping as keywords, and a tuple or list as positional arguments.
     """
     if isinstance(module, LightningModule) and type(module).training_step is not LightningModule.training_step:
-        with warnings.catch_warnings():  # there is nowhere to log to
+        with warnings.catch_warnings():  # no Trainer, so no logger
             warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
             return module.training_step(batch, batch_idx)
     if isinstance(batch, Mapping):
@@ -43,14 +43,17 @@ def step_output(module: nn.Module, batch: Any, batch_idx: int = 0) -> Any:
 
 
 def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """Make each forward and backward pass of the training loop within a ``context()``; returns what undoes it.
+    """Run each forward and backward pass of the training loop in a new ``context()``.
 
-    Not each batch, which may never end: a dispatch mode is entered and left in one frame, or it stays behind.
+    The returned function undoes this.
+
+    A context around a whole batch would not work, because the batch may fail between two hooks. A
+    dispatch mode must be entered and left in one frame.
     """
     undo, inside = ExitStack(), list[None]()
 
     def within(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if inside:  # under manual optimization backward is called in training_step
+        if inside:  # manual optimization calls backward in training_step
             return original(*args, **kwargs)
         inside.append(None)
         try:
@@ -65,12 +68,25 @@ def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager
 
 
 def loss_of(output: Any) -> Any:
-    """``output["loss"]`` of a mapping, else ``output.loss``, else ``output`` itself."""
+    """Return the loss in the output of a step.
+
+    This is ``output["loss"]`` of a mapping, or ``None`` if it has none. Of another object it is
+    ``output.loss``, or the output itself without such an attribute.
+    """
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
 
 
 def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: str | None, storage: str | None) -> Any:
-    """:func:`step_output` under autocast to a dtype, else with parameters, default dtype and batch in ``storage``."""
+    """Return :func:`step_output` of a batch in a given precision.
+
+    Args:
+        module: the module. It is not cast: its parameters have ``storage`` already.
+        batch: the batch.
+        device: the device whose autocast is entered.
+        autocast: the short name of the dtype to autocast to. ``None`` runs without autocast.
+        storage: a half dtype for the batch and as the default dtype, used without autocast. Other
+            dtypes, and ``None``, change nothing.
+    """
     if autocast is not None:
         with attention_calls_its_modules(), torch.autocast(device.type, to_torch(autocast), cache_enabled=False):
             return step_output(module, batch)
@@ -83,12 +99,12 @@ def output_in(module: nn.Module, batch: Any, device: torch.device, *, autocast: 
 
 @contextmanager
 def untouched(root: nn.Module, device: torch.device) -> Generator[None, None, None]:
-    """On exit restore gradients, ``requires_grad``, buffers and attributes of ``root``'s modules, and generators.
+    """Drop all gradients of ``root``. On exit restore its state, except the values of parameters.
 
-    Within, no parameter has a gradient at first. Attributes are restored with what they contain
-    (:class:`~lightning_mp.numerics.contents.Contents`). The values of parameters are not.
-
-    Raises whatever the restoring of a value raised, after all others are restored.
+    Restored are gradients, ``requires_grad``, buffers and attributes of all modules, and the random
+    generators. Contents of attributes are restored as far as
+    :class:`~lightning_mp.numerics.contents.Contents` notes them. If restoring a value raises, the
+    others are still restored, and the error is raised at the end.
     """
     contents = Contents()
     with ExitStack() as undo:
