@@ -1,4 +1,4 @@
-"""The command line. Nothing heavier than typer is imported before a command runs."""
+"""The command line. Before a command runs, no import is heavier than typer."""
 
 import sys
 from typing import Annotated
@@ -16,7 +16,7 @@ app = typer.Typer(
     name="lightning-mp",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain text, which a wide terminal does not stretch
+    rich_markup_mode=None,  # rich would stretch the help to a wide terminal
     context_settings={"max_content_width": 100},
 )
 
@@ -45,5 +45,5 @@ for _command in (demo, init, train, compare, advise, audit, doctor, pins, diff, 
 
 
 def main() -> None:
-    """The ``lightning-mp`` command."""
+    """Run the ``lightning-mp`` command and exit with its status."""
     sys.exit(app())

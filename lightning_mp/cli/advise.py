@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _SHOWN = 5
-#: columns of a terminal that has room for every column of the table
+#: a terminal of this width has room for every column of the table
 _WIDE = 100
-#: options of the command alone; the planner has the others, under the same names
+#: options that the planner's ``advise`` does not take; it takes the others under the same names
 _OWN = {"arguments", "params", "config", "gbps", "price", "out", "as_json", "config_dir"}
 
 
@@ -78,7 +78,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
         advice = ask(_given(params, config), interconnect_gbps=gbps, **asked)
         if as_json:
             typer.echo(json.dumps(advice.to_dict(), indent=2))
-        best = advice.best  # refuses where nothing fits
+        best = advice.best  # raises PlanError if nothing fits
         money = None if price is None else best.cost(price, tokens)
         if not as_json:
             _show(advice, money)
@@ -88,9 +88,11 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
 
 
 def _advise_run(arguments: list[str], gpu: str, gpus: int | None, config_dirs: list[Path], *, as_json: bool) -> None:
-    """Print the memory of the run that a config describes, without its callbacks, on a GPU.
+    """Print the predicted memory of a config's run, and which micro-batches fit the GPU.
 
-    ``gpus`` is the number of devices if the config leaves it to the machine; ``None`` takes those of this machine.
+    The config's callbacks are left out. ``gpus`` is the number of devices if the config leaves
+    it open. With ``None`` the devices of this machine are counted. A fault prints a message and
+    leaves with status 2.
     """
     parts = load_parts()
     from lightning_mp.planner.memory import USABLE
@@ -135,7 +137,7 @@ def _advise_run(arguments: list[str], gpu: str, gpus: int | None, config_dirs: l
 
 
 def _show_memory(prediction: MemoryPrediction, title: str) -> None:
-    """The parts of a peak as a table, largest first."""
+    """Print the parts of a peak as a table, largest first."""
     from rich.table import Table
 
     table = Table("part", "size", "share", box=None, pad_edge=False)
@@ -149,10 +151,11 @@ def _show_memory(prediction: MemoryPrediction, title: str) -> None:
 def _count(given: Any, gpus: int | None, faults: Faults) -> int:
     """Return how many devices ``trainer.devices`` names.
 
-    For -1 and "auto" it is ``gpus``; if that is ``None``, as many as are here, and one at least.
+    For ``None``, -1 and "auto" return ``gpus``. If ``gpus`` is ``None`` as well, return the number
+    of CUDA devices here, at least 1.
 
     Raises:
-        PlanError: no number of devices, or ``gpus`` beside one.
+        PlanError: ``given`` is no number of devices, or the config and ``gpus`` both name a number.
     """
     import torch
 
@@ -176,7 +179,10 @@ def _count(given: Any, gpus: int | None, faults: Faults) -> int:
 
 
 def _given(params: float | None, config: Path | None) -> Any:
-    """What the planner gets: a Llama of a size, or the fields of a transformers config."""
+    """Return the model to plan for: a Llama shape, or the fields of a transformers config.
+
+    Leave with status 2 if not exactly one of them is given, or the file cannot be read as JSON.
+    """
     from lightning_mp.planner import ModelShape
 
     if (params is None) == (config is None):
@@ -205,7 +211,7 @@ def _show(advice: Advice, money: tuple[float, float, float] | None) -> None:
     say(f"{in_short(shape.params)} parameters, {where}.")
     say(f"Precision: {advice.precision_reason}.")
     terminal.print()
-    # a narrow terminal has no room for ranges and MFU, which the lines below the table have for the first
+    # a narrow terminal has no room for ranges and MFU; the lines below show the first choice's
     shown = None if terminal.width >= _WIDE else -2
     layout = ["", "strategy", "data x tensor\nx pipeline", "checkpoint", "batch x\naccumulate"]
     heads = [*layout, "GiB", "tokens/s\na GPU", "range", "MFU"]

@@ -1,4 +1,4 @@
-"""``lightning-mp compare`` and ``demo``: what a config describes, or a small GPT-2, under one plan after another."""
+"""``lightning-mp compare`` and ``demo``: train a config's run, or a small GPT-2, under several plans."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compare(
 
 
 def show(result: Comparison, folder: Path, *, as_json: bool = False) -> None:
-    """Print the table and where the page is, on rank 0, and leave with 1 where a run failed."""
+    """Print the table and the page's path on rank 0. Leave with status 1 if a run failed, else with 0."""
     from lightning_mp.compat.lightning import rank_zero_only
 
     if getattr(rank_zero_only, "rank", 0) == 0:
@@ -61,7 +61,11 @@ def show(result: Comparison, folder: Path, *, as_json: bool = False) -> None:
 def _compared(
     arguments: list[str], plans: str, config_dirs: list[Path], asked: dict[str, Any]
 ) -> tuple[Comparison, Path]:
-    """The config's own plan and its callbacks are left out."""
+    """Return the comparison and its folder. The config's own plan and callbacks are left out.
+
+    Raises:
+        PlanError: an option, a plan or a part of the config is refused.
+    """
     parts = load_parts()
     from lightning_mp.cli.config import composed
     from lightning_mp.comparison.compare import OWN, check_numbers, compare, read_plans
@@ -69,7 +73,7 @@ def _compared(
     faults = Faults("compare")
     read_plans(plans, faults)
     check_numbers(asked["seeds"], _STEPS if asked["steps"] is None else asked["steps"], asked["margin"], faults)
-    # what refers to the plan is given one of the compared
+    # a section may refer to the plan, as ${plan.precision}: give it a plan that is compared
     replaced: dict[str, Any] = {"plan": {"precision": "bf16-mixed"}, "callbacks": None}
     with composed(arguments, "compare", faults, config_dirs, **replaced) as (config, _):
         if config.get("ckpt_path"):
@@ -99,7 +103,7 @@ def _made(make: Callable[..., T], *given: Any, **options: Any) -> T:
 
 # ---------------------------------------------------------------------- demo
 
-#: what is compared, each held against the first
+#: the plans of the demo; each is compared with the first
 PLANS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "32-true"},
     "tf32": {"precision": "32-true", "tf32": "high"},
@@ -136,7 +140,7 @@ def _demo(steps: int | None, out: Path) -> Comparison:
 
     cuda = torch.cuda.is_available()
     device = describe(torch.device("cuda" if cuda else "cpu"))
-    # GPT-2 small on a GPU; where a CPU has no fp16 kernels, and emulates them, a model that is smaller still
+    # GPT-2 small on a GPU; the smallest model on a CPU that only emulates fp16
     layers, width, context, rows = (12, 768, 1024, 8) if cuda else (4, 128, 128, 8)
     if not cuda and not compat.cpu_has(torch.float16):
         layers, width, context, rows = 2, 64, 64, 4

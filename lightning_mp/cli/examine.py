@@ -1,4 +1,4 @@
-"""``lightning-mp doctor``, ``audit``, ``pins`` and ``env``: a run that a config describes, or the machine, examined."""
+"""``lightning-mp doctor``, ``audit``, ``pins``, ``diff`` and ``env``: examine a config's run, or the machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def doctor(
     from lightning_mp.record.findings import exit_status, show, to_json
 
     progress("examining ...")
-    with refusals("doctor"), redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the answer
+    # the model's own prints are no part of the answer
+    with refusals("doctor"), redirect_stdout(sys.stderr):
         findings = _examine(arguments or [], config_dir or [], gpu)
     if as_json:
         typer.echo(to_json(findings))
@@ -53,9 +54,12 @@ def doctor(
 
 
 def _examine(arguments: Sequence[str], config_dirs: Sequence[Path], gpu: str) -> list[Finding]:
-    """What :func:`lightning_mp.doctor` finds. The model may be any ``torch.nn.Module``.
+    """Return the findings of :func:`lightning_mp.doctor`. The model may be any ``torch.nn.Module``.
 
-    Without a plan the run is one of Lightning's own precisions: ``trainer.precision``.
+    Without a plan, Lightning's own ``trainer.precision`` is examined.
+
+    Raises:
+        PlanError: the config, or the name of the GPU, is refused.
     """
     parts = load_parts()
     from lightning_mp.cli.config import composed
@@ -108,7 +112,13 @@ def audit(
 
 
 def _audited(arguments: Sequence[str], steps: int, config_dirs: Sequence[Path]) -> tuple[AuditReport, Path]:
-    """Of the callbacks only the audit runs; nothing is validated, logged or saved as a checkpoint."""
+    """Train ``steps`` optimizer steps, and return the audit and the run's folder.
+
+    The config's callbacks do not run. Nothing is validated, logged or saved as a checkpoint.
+
+    Raises:
+        PlanError: the config is refused, or the run made no step.
+    """
     parts = load_parts()
     from lightning_mp.plan.side_run import BARE
     from lightning_mp.precision_audit.audit import PrecisionAudit
@@ -181,7 +191,7 @@ def diff(
         policies = read_plans(f"{plans},{plans}" if compile and "," not in plans else plans, faults)
         if len(policies) > 2:
             faults.add(f"{len(policies)} plans", fix="write two")
-        # what refers to the plan is given one of the two
+        # a section may refer to the plan, as ${plan.precision}: give it a valid one
         replaced: dict[str, Any] = {"plan": {"precision": "bf16-mixed"}, "callbacks": None}
         with parts.one_run(arguments or [], faults, "diff", config_dir or [], **replaced) as (config, _):
             model, batches = parts.model_and_batches(config, faults)
@@ -216,14 +226,14 @@ def env(as_json: Json = False) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """The versions of what is installed, and what each mode does on each device; plain values."""
+    """Return installed versions, and the effect of each mode on each device, as plain values."""
     import platform
 
     import torch
 
     from lightning_mp.record.run_log import versions
 
-    # torch's own version says what it was built for
+    # torch's own version has its build in it, such as +cu124
     installed = {"system": platform.platform(), **versions(), "torch": str(torch.__version__)}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():

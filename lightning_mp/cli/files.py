@@ -1,4 +1,4 @@
-"""``lightning-mp init``, ``consolidate`` and ``report``: files before a run, and what is made of what it left."""
+"""``lightning-mp init``, ``consolidate`` and ``report``: write a config, one state dict, or a report."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from lightning_mp.cli.output import File, Text, refusals
 from lightning_mp.errors import Faults, counted, did_you_mean, in_bytes
 
 EXPERIMENT = "experiment"
-#: where a group's file is copied to
+#: the folder that a group's file is copied to
 FOLDER = Path("configs")
 
 
@@ -36,7 +36,7 @@ def consolidate(
 ) -> None:
     """Write a checkpoint's weights as one plain state dict.
 
-    Of any checkpoint of this package's, sharded or DeepSpeed's too.
+    Every checkpoint of this package can be read, also sharded and DeepSpeed ones.
 
     Example: lightning-mp consolidate last.ckpt weights.safetensors --dtype bf16
     """
@@ -104,7 +104,7 @@ def init(
             faults.add(f"{target} exists", fix="rename it, or go to another folder")
         source = faults.unwrap(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # its editor finds the schema where the package is, and Hydra what an experiment changes
+        # so an editor finds the schema, and Hydra the config that an experiment changes
         text = source.read_text(encoding="utf-8").replace("$schema=..", f"$schema={source.parents[1].as_uri()}")
         text = text.replace("defaults:\n", f"defaults:\n  - /{ROOT}\n", 1) if experiment else text
         target.write_text(text, encoding="utf-8")
@@ -113,14 +113,14 @@ def init(
 
 
 def shipped() -> dict[str, dict[str, Path]]:
-    """The configs that come with the package, by group and name; experiments first."""
+    """Return the paths of the package's configs, by group and name. Experiments come first."""
     groups = {path.parent.name for path in GROUPS.glob("*/*.yaml")}
     ordered = [EXPERIMENT, *sorted(groups - {EXPERIMENT})]
     return {group: {path.stem: path for path in sorted((GROUPS / group).glob("*.yaml"))} for group in ordered}
 
 
 def _summary(path: Path) -> str:
-    """The first sentence of the file, as far as its first line goes."""
+    """Return the first sentence of the file's first comment, cut at the end of its line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     first = next((line[2:] for line in lines if re.match(r"# (?!@|yaml-language)", line)), "")
     return re.split(r"[.;](?: |$)|:$", first)[0]

@@ -1,4 +1,4 @@
-"""What every command does alike: refuse in one message, and print tables."""
+"""Shared by all commands: refuse with one message, show progress, and print tables."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Text = Optional[str]  # noqa: UP045
 File = Optional[Path]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 _UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# What a line of a table needs; a pipe or a file has no width of its own.
+# a pipe or a file has no width of its own, and a line of a table needs this one
 _PLAIN_WIDTH = 110
 _FAILED, _USAGE_ERROR = 1, 2
 _INTERRUPTED = 130
 
 
 def count(text: str) -> float:
-    """How many, from ``7e9`` or ``7b``."""
+    """Return the number in ``7e9`` or ``7b``; raise ``typer.BadParameter`` for other text."""
     unit = _UNITS.get(text[-1:].lower())
     try:
         return float(text) if unit is None else float(text[:-1]) * unit
@@ -36,7 +36,11 @@ def count(text: str) -> float:
 
 
 def load_parts():  # a module's type has no name
-    """What builds and runs a model. Looking for garbage in its thousands of modules would take a third of the time."""
+    """Import and return :mod:`lightning_mp.cli.parts`, which builds and runs models.
+
+    Python's garbage collector is off during the first import, because it would take a third of the
+    time. Afterwards the imported objects are frozen: later collections leave them out.
+    """
     if "lightning_mp.cli.parts" not in sys.modules and gc.isenabled():
         gc.disable()
         try:
@@ -51,9 +55,10 @@ def load_parts():  # a module's type has no name
 
 @contextmanager
 def refusals(command: str, *also: type[Exception]) -> Generator[None]:
-    """Leave with a message and status 2 for this package's errors and ``also``, 1 for non-finite training.
+    """Turn errors within into a message and an exit status.
 
-    130 is Ctrl-C's. What the user's own code raises keeps its traceback.
+    PlanError, MissingExtraError and ``also`` leave with status 2, NonFiniteError with 1, and
+    Ctrl-C with 130. Every other exception is raised unchanged, so it keeps its traceback.
     """
     from lightning_mp.errors import MissingExtraError, NonFiniteError, PlanError
 
@@ -62,7 +67,7 @@ def refusals(command: str, *also: type[Exception]) -> Generator[None]:
     except PlanError as error:
         refuse(command, error.listed())
     except BrokenPipeError:
-        raise  # whoever reads has enough (| head): click leaves without a word
+        raise  # the reader of the pipe has closed it (| head): click then leaves silently
     except NonFiniteError as error:
         refuse(command, str(error), _FAILED)
     except (MissingExtraError, *also) as error:
@@ -72,19 +77,19 @@ def refusals(command: str, *also: type[Exception]) -> Generator[None]:
 
 
 def refuse(command: str, message: str, status: int = _USAGE_ERROR) -> NoReturn:
-    """Leave with a message and ``status``."""
+    """Print a message to stderr and raise ``typer.Exit`` with ``status``."""
     typer.echo(f"lightning-mp {command}: {message}", err=True)
     raise typer.Exit(status) from None
 
 
 def progress(text: str) -> None:
-    """Say to who looks at a terminal what takes its time."""
+    """Print ``text`` to stderr if it is a terminal. It names a step that takes time."""
     if sys.stderr.isatty():
         typer.echo(text, err=True)
 
 
 def console() -> Console:
-    """Where tables are printed."""
+    """Return the console for tables. If stdout is no terminal, it is at least 110 columns wide."""
     from rich.console import Console
 
     plain = Console()

@@ -1,4 +1,4 @@
-"""The parts of a run from its checked config. What can be refused without a model is, before there is one."""
+"""Build the parts of a run from its checked config. Faults that need no model are found first."""
 
 import os
 import re
@@ -30,14 +30,18 @@ from lightning_mp.strategies.factory import make_strategy, trainer_kwargs
 
 
 class Regime(NamedTuple):
-    """A plan, and the Trainer's arguments that carry it out."""
+    """A plan, and the Trainer's arguments for it: plugins, strategy and callbacks included."""
 
     plan: MixedPrecisionPlan
     trainer: dict[str, Any]
 
 
 def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime | None:
-    """Plan, strategy, callbacks and Trainer arguments; ``None`` with faults, earlier ones or its own."""
+    """Return the plan and the Trainer's arguments, with strategy and callbacks built.
+
+    Return ``None`` if the config has no plan, or if ``faults`` holds a fault, an earlier one or one
+    that is added here.
+    """
     before = bool(faults.found)
     plan = _plan(config["plan"], places, faults) if config.get("plan") else None
     if plan is None or before:
@@ -60,7 +64,13 @@ def regime(config: Mapping[str, Any], places: Places, faults: Faults) -> Regime 
 def one_run(
     arguments: Sequence[str], faults: Faults, command: str, config_dirs: Sequence[Path], **replaced: Any
 ) -> Generator[tuple[dict[str, Any], Regime]]:
-    """Within, the run that the arguments of ``command`` describe: its checked config and its regime."""
+    """Yield the checked config and the regime of the run that ``arguments`` describe.
+
+    ``replaced`` are sections that replace the composed ones. Lightning is quiet meanwhile.
+
+    Raises:
+        PlanError: a fault was found, or Lightning refuses the run within the block.
+    """
     with composed(arguments, command, faults, config_dirs, **replaced) as (config, places):
         checked = faults.unwrap(regime(config, places, faults))
         with running(Path(config["run_dir"]), faults), quiet():
@@ -69,7 +79,11 @@ def one_run(
 
 @contextmanager
 def running(folder: Path, faults: Faults) -> Generator[None]:
-    """What Lightning cannot run is a fault; processes that it starts for the other ranks write to the same folder."""
+    """Raise PlanError if Lightning refuses the run within.
+
+    ``LIGHTNING_MP_RUN_DIR`` is set to ``folder`` meanwhile, so that the processes which Lightning
+    starts for other ranks write to the same folder. Afterwards the environment is put back.
+    """
     with environment_kept():
         os.environ[RUN_DIR] = str(folder)
         try:
@@ -83,13 +97,18 @@ def running(folder: Path, faults: Faults) -> Generator[None]:
 
 
 def trainer_arguments(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """What the trainer section says, built; empty with a fault."""
+    """Return the arguments of the trainer section, built. Return an empty dict after adding a fault."""
     given = {key: value for key, value in (config.get("trainer") or {}).items() if key not in HYDRA_KEYS}
     return instantiated(given, "trainer", faults) or {}
 
 
 def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
-    """The Trainer itself; more processes of a CPU than it can hold are refused before they take its memory."""
+    """Return the Trainer.
+
+    Raises:
+        PlanError: Lightning refuses the arguments, or they ask for more than four processes for
+            each CPU core.
+    """
     devices, cores = arguments.get("devices"), os.cpu_count() or 1
     on_cpu = arguments.get("accelerator") == "cpu" or not (cuda.is_available() or mps.is_available())
     if on_cpu and is_whole(devices) and devices > 4 * cores:
@@ -99,13 +118,19 @@ def trainer(arguments: Mapping[str, Any], faults: Faults) -> Trainer:
         return Trainer(**arguments)
     except PlanError:
         raise
-    except Exception as error:  # Lightning's own, of several kinds
+    except Exception as error:  # Lightning raises errors of several classes
         faults.add(f"trainer: {type(error).__name__}: {one_line(error)}", fix="fix the trainer or strategy section")
     return faults.unwrap(None)
 
 
 def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, dict[str, Any]]:
-    """Model and data after the config's seed; the faults of both at once."""
+    """Seed, and return the model and the data arguments of ``Trainer.fit``.
+
+    Nothing is seeded if the config has no seed.
+
+    Raises:
+        PlanError: the model or the data is refused. All faults of both are reported together.
+    """
     if config.get("seed") is not None:
         seed_everything(config["seed"], workers=True, verbose=False)
     built = instantiated(config["model"], "model", faults, LightningModule)
@@ -114,7 +139,11 @@ def parts(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, d
 
 
 def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """The data section as arguments of ``Trainer.fit``: a LightningDataModule, one loader, or ``train`` and ``val``."""
+    """Return the data section as arguments of ``Trainer.fit``.
+
+    The section builds a LightningDataModule, one loader, or a mapping of ``train`` and ``val``.
+    For other mappings, text and integers a fault is added and the dict is empty.
+    """
     built = instantiated(config.get("data"), "data", faults)
     if isinstance(built, dict) and "train" in built and built.keys() <= {"train", "val"}:
         return {f"{name}_dataloaders": loader for name, loader in built.items()}
@@ -126,13 +155,19 @@ def data(config: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
 
 
 def model_and_batches(config: Mapping[str, Any], faults: Faults) -> tuple[LightningModule, Any]:
-    """The model, and what ``Trainer.fit`` would iterate over."""
+    """Return the model, and the training batches that ``Trainer.fit`` would iterate over.
+
+    A data module is prepared and set up for this. Several loaders are combined into one iterator.
+
+    Raises:
+        PlanError: the model or the data is refused.
+    """
     model, loaders = parts(config, faults)
     source: Any = loaders.get("datamodule")
     if source is not None:
         source.prepare_data()
         source.setup("fit")
-    given: Any = loaders.get("train_dataloaders")  # whose truth would be its length
+    given: Any = loaders.get("train_dataloaders")  # compared with None: an empty loader is false
     given = (model if source is None else source).train_dataloader() if given is None else given
     if isinstance(given, (dict, list, tuple)):
         given = (batch for batch, *_ in iter(CombinedLoader(cast("Any", given), "max_size_cycle")))
@@ -140,7 +175,10 @@ def model_and_batches(config: Mapping[str, Any], faults: Faults) -> tuple[Lightn
 
 
 def _plan(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | None:
-    """The plan's fields, or a call, which is made where there is no fault."""
+    """Return the plan of a plan section, or ``None`` after adding a fault.
+
+    A ``_target_`` other than the plan's own classes is called, unless a fault was found before.
+    """
     target = given.get("_target_") if isinstance(given, Mapping) else None
     if target is not None and str(target).rpartition(".")[2] not in ("MixedPrecisionPlan", "PrecisionPolicy"):
         return None if faults.found else instantiated(given, "plan", faults, MixedPrecisionPlan)
@@ -154,7 +192,7 @@ def _plan(given: Any, places: Places, faults: Faults) -> MixedPrecisionPlan | No
 def strategy_of(given: Any, plan: MixedPrecisionPlan, faults: Faults, places: Places | None = None) -> Any:
     """Return the strategy of a strategy section for ``plan``: by keywords of make_strategy, or by a call.
 
-    With a fault ``None`` is returned. A fault names the line of its key, where ``places`` has it.
+    Return ``None`` after adding a fault, which names the line of its key if ``places`` knows it.
     """
     try:
         built = instantiated(given or {}, "strategy", faults)
@@ -175,7 +213,11 @@ def _placed(fault: Fault, section: Any, name: str, places: Places | None) -> Fau
 
 
 def _callbacks(given: Any, folder: str, faults: Faults, places: Places) -> list[Callback]:
-    """From a mapping (``null`` switches one off) or a list; those without a folder of their own write to the run's."""
+    """Return the callbacks of a mapping, in which ``null`` switches one off, or of a list.
+
+    A callback without a ``run_dir`` or ``dirpath`` of its own gets the run's folder. A callback
+    that cannot be built is left out, and a fault is added.
+    """
     homes, callbacks = {"run_dir": folder, "dirpath": str(Path(folder) / "checkpoints")}, list[Callback]()
     listed = given if isinstance(given, (dict, list)) else [given]
     for name, entry in listed.items() if isinstance(listed, dict) else enumerate(listed):
@@ -192,7 +234,14 @@ def _callbacks(given: Any, folder: str, faults: Faults, places: Places) -> list[
 
 
 def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> Any:
-    """What Hydra builds of ``given``, a ``kind``; what is no mapping or list as it is; ``None`` with a fault."""
+    """Return the object that Hydra builds from ``given``.
+
+    A value that is no mapping or list is returned as it is. If the result is no ``kind``, or this
+    package or Lightning refuses the arguments, add a fault and return ``None``.
+
+    Raises:
+        InstantiationException: the user's own code raised an error.
+    """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
@@ -209,5 +258,5 @@ def instantiated(given: Any, part: str, faults: Faults, kind: type = object) -> 
             fix = "run that line" if isinstance(cause, MissingExtraError) else "fix it, or its arguments"
             faults.add(f"{part}: {one_line(cause)}", fix=fix)
         else:
-            raise  # from the user's own code, whose traceback is shown
+            raise  # the traceback leads to the user's own code
     return None

@@ -1,4 +1,4 @@
-"""``lightning-mp train``: from a YAML file and ``key=value`` to one run, or to a sweep of several."""
+"""``lightning-mp train``: run a YAML file with ``key=value`` changes, or a sweep of several runs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,15 @@ def run(
     config_dirs: Sequence[Path] = (),
     only_show: bool = False,
 ) -> int:
-    """Compose ``[CONFIG] key=value …``, check all of it before a model is built, then train; the exit status."""
+    """Compose ``[CONFIG] key=value …``, check it before a model is built, train, and return the exit status.
+
+    The status is 1 if the run was interrupted, or if a run of a sweep failed; else 0. With
+    ``multirun`` each combination trains in a process of its own. With ``only_show`` the configs
+    are passed to ``say`` as YAML and nothing is trained.
+
+    Raises:
+        PlanError: the config is refused, or the run's folder cannot be written.
+    """
     parts = load_parts()
     from lightning_mp.cli.config import composed, sweep
     from lightning_mp.errors import Faults
@@ -77,7 +85,8 @@ def run(
     given, runs = sweep(arguments, faults) if multirun else (arguments, [[]])
     for number, chosen in enumerate(runs):
         with composed([*given, *chosen], "train", faults, config_dirs) as (config, places):
-            with redirect_stdout(sys.stderr) if only_show else nullcontext():  # others print what is no part of it
+            # a part that prints would spoil the YAML
+            with redirect_stdout(sys.stderr) if only_show else nullcontext():
                 _check_settings(config, faults)
                 regime = faults.unwrap(parts.regime(config, places, faults))
             home = Path(config["run_dir"])
@@ -94,7 +103,7 @@ def _check_settings(config: dict[str, Any], faults: Faults) -> None:
     seed, checkpoint = config.get("seed"), str(config.get("ckpt_path"))
     if seed is not None and not (is_whole(seed) and 0 <= seed < 2**32):
         faults.add(f"seed={seed!r}", allowed="an integer from 0 to 2**32 - 1, or null", fix="write seed=0")
-    # with a colon it is an address (s3://…) or a model of a registry
+    # a path with a colon is an address (s3://…) or a model of a registry: not checked here
     is_path = checkpoint not in ("None", "last", "hpc", "registry") and ":" not in checkpoint
     if is_path and not Path(checkpoint).exists():
         faults.add(f"ckpt_path={checkpoint}, which does not exist", fix="check the path, or write 'last'")
@@ -122,7 +131,7 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
         if getattr(rank_zero_only, "rank", 0) == 0:
             _write_config(config, folder, say, faults)
         with warnings.catch_warnings():
-            # Lightning's own call of torch, which whoever trains cannot change
+            # Lightning makes this call of torch, so the user cannot change it
             warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")
             trainer.fit(model, **data, ckpt_path=config.get("ckpt_path"))
     if trainer.is_global_zero:
@@ -134,7 +143,11 @@ def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
 
 
 def show_readings(trainer: Trainer) -> None:
-    """The bar shows the loss and the loss scale of TrainingHealth's last reading, which cost no wait for the device."""
+    """Show loss and loss scale in the progress bar, as TrainingHealth last read them.
+
+    This waits for no device, since the values were read before. ``bar.get_metrics`` is replaced.
+    Without a progress bar or TrainingHealth nothing changes.
+    """
     from lightning_mp.errors import number
     from lightning_mp.health.callback import TrainingHealth
     from lightning_mp.record import metric_names
@@ -156,7 +169,14 @@ def show_readings(trainer: Trainer) -> None:
 
 
 def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults) -> None:
-    """``config.yaml``; a run that resumes in the same folder writes ``config_2.yaml``."""
+    """Write the config into the run's folder as ``config.yaml``.
+
+    A run that resumes from a checkpoint in the same folder writes ``config_2.yaml``, and so on. A
+    new run there replaces ``config.yaml`` and says so.
+
+    Raises:
+        PlanError: the folder or the file cannot be written.
+    """
     names = itertools.chain([CONFIG], (f"config_{number}.yaml" for number in itertools.count(2)))
     name = next(name for name in names if not (folder / name).exists())
     if name != CONFIG and not config.get("ckpt_path"):
@@ -173,7 +193,11 @@ def _write_config(config: dict[str, Any], folder: Path, say: Say, faults: Faults
 def _sweep(
     given: Sequence[str], runs: Sequence[Sequence[str]], home: Path, config_dirs: Sequence[Path], say: Say
 ) -> int:
-    """Each run in a process of its own: one that fails or runs out of memory leaves the others alone."""
+    """Train each run in a process of its own, one after another; return 1 if one failed, else 0.
+
+    A run that fails or runs out of memory leaves the others alone. Runs with metrics are compared
+    in ``report.html``.
+    """
     from lightning_mp.cli.config import file_name
     from lightning_mp.errors import PlanError
     from lightning_mp.record.report import write_report

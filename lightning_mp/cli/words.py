@@ -1,7 +1,7 @@
-"""A word on the command line, such as ``plan=fp16``, wins over what a file or an experiment says of the section.
+"""Let a word on the command line, such as ``plan=fp16``, override its section in a file or an experiment.
 
-Hydra composes the option that the word names before the sections of a file with a defaults list, and before those of an
-experiment. So the option's values have to be put into the composed config once more.
+Hydra composes the word's option first, then the file's or the experiment's section on top of it.
+So the option's values have to be put into the composed config once more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 #: the name of a config of one option alone
 OPTION = "lightning_mp_option"
-#: sections whose options repeat what every option of the group says, such as trainer.max_epochs
+#: sections whose options all set the same key, such as trainer.max_epochs
 _REPEATING = ("model", "data", "trainer")
-#: sections of which one option may have other keys than another one
+#: sections whose options may differ in their keys
 _DIFFERING = ("model", "data")
 KeyPath = tuple[str, ...]
 Values = Mapping[str, Any]
@@ -76,10 +76,15 @@ def let_words_win(
     places: Places,
     faults: Faults,
 ) -> None:
-    """Put into ``config`` what each word on the command line says of its section.
+    """Set each section of ``config`` that a word on the command line names to the word's option.
 
-    ``typed`` are the paths of the keys that the command line sets besides: these are kept. ``places`` learns which keys
-    the command line set. A key that changed the option of a file, and that the word's option does not have, is a fault.
+    ``typed`` are the paths of further keys that the command line sets: their values are kept.
+    ``places`` is given the keys that the command line set. A ``null`` word sets the section to
+    ``None``. In the sections model and data, a fault is added for a key that belongs to the file's
+    option and is missing in the word's option.
+
+    Raises:
+        HydraException: an option does not compose.
     """
     for word in words:
         group = word.key_or_group
@@ -164,7 +169,7 @@ def with_word(composed: Values, option: Values, replaced: Values | None, typed: 
     ``replaced`` are the values of the option that the config chooses without the word. A value that both options have
     stays as composed: ``trainer=cpu`` is about the accelerator, and leaves a file its ``max_steps``. With
     ``replaced=None`` the config chooses none, and the section is ``option`` alone. It also is if ``option`` is empty,
-    or names another ``_target_`` than the section. What the command line says at the paths ``typed`` is always kept.
+    or names another ``_target_`` than the section. Values at the paths ``typed`` are kept.
     """
     if replaced is None or not option or _builds_another(composed, option):
         values = _copied(option)

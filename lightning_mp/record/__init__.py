@@ -1,1 +1,1 @@
-"""What a run writes down, and the page made of it."""
+"""The files of a run, and the report made from them."""

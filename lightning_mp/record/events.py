@@ -1,4 +1,4 @@
-"""What went wrong in a run: one event, as it is written to ``events.jsonl``."""
+"""Events of a run, such as a non-finite loss, as they are written to ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that was noticed. An ordinary overflow under loss scaling is ``"info"``; anything else is an alert.
+    """One incident of a run. An event of the severity ``"info"`` is no alert, such as an overflow under loss scaling.
 
-    ``step`` is the Trainer's ``global_step`` of the bad step; ``rank``, ``module`` and ``parameter`` say where it came
-    from, ``None`` where that does not apply or is not known; ``value`` is the offending number, ``None`` where it is
-    not finite; ``evidence`` holds the numbers behind the verdict; ``action`` is what was done about it.
+    ``step`` is the Trainer's ``global_step`` of the bad step. ``rank``, ``module`` and
+    ``parameter`` are the source, or ``None`` if it is unknown or does not apply. ``value`` is the
+    offending number, or ``None`` if it is not finite. ``evidence`` holds the numbers behind the
+    verdict. ``action`` names the reaction, ``"log"`` if the event was only logged.
     """
 
     step: int
@@ -49,7 +50,7 @@ class Event:
 
     @property
     def is_alert(self) -> bool:
-        """Whether someone should look at it."""
+        """True if the severity is ``"warning"`` or ``"error"``."""
         return self.severity != "info"
 
     @classmethod
@@ -75,7 +76,7 @@ class Event:
         return cls(**known) if fits else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, as plain values."""
+        """Return every field, as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:

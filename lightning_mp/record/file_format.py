@@ -1,4 +1,4 @@
-"""The format version of the files that this package writes, and reading their JSON whatever is in it."""
+"""The format version of this package's files, and a JSON reader that never raises."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_mp.errors import is_whole
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-#: the key of the version in a file; a file without it is of version 1 too
+#: the key of the version in a file; a file without the key is of version 1
 KEY = "format_version"
-#: raised when a key changes its meaning or goes away; a new key alone does not raise it
+#: increased if a key changes its meaning or is removed, not for a new key
 VERSION = 1
-#: the key of a checkpoint under which this package adds to Lightning's own
+#: the key of a Lightning checkpoint under which this package keeps its own entries
 NOTES = "lightning_mp"
-#: what to do about a newer file
+#: the advice for a file of a newer version
 UPDATE = "update lightning-mp"
 
 
@@ -27,7 +27,7 @@ def stamped(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newer(values: object) -> str:
-    """Return what to say of ``values`` of a newer format version; empty if this package reads them."""
+    """Return a message if ``values`` have a newer format version; else an empty string."""
     version: object = values.get(KEY) if isinstance(values, Mapping) else None  # pyright: ignore
     if not is_whole(version) or version <= VERSION:
         return ""
@@ -41,7 +41,7 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
     """
     try:
         value: Any = json.loads(text, parse_int=_number)
-    except (ValueError, RecursionError):  # the latter for brackets without end
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         return None
     return value if isinstance(value, dict) else None
 
@@ -51,5 +51,5 @@ def _number(digits: str) -> int | float:
 
 
 def is_step(value: object) -> TypeIs[int]:
-    """True if ``value`` may be the number of a step: JavaScript, which draws the charts, is exact up to 2**53."""
+    """True if ``value`` is a whole number from 0 to below 2**53, the largest that the charts' JavaScript counts to."""
     return is_whole(value) and 0 <= value < 2**53

@@ -1,4 +1,4 @@
-"""What the doctor can find, each with its stable code, and how a terminal shows it."""
+"""The doctor's findings with their stable codes, and their output as text and JSON."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ CODES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing the doctor found: ``what``, ``why`` it matters, the exact change to make, and ``where``.
+    """A finding of the doctor: the problem, its effect, and the change to make.
 
-    ``where`` is a module's name or a configuration key, ``None`` where it concerns the whole run.
+    ``where`` is a module's name or a configuration key, or ``None`` for the whole run.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Finding:
 
     @property
     def code(self) -> str:
-        """The stable code, ``"LMP012"``."""
+        """The stable code, such as ``"LMP012"``."""
         return CODES[self.name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field and the code, as plain values."""
+        """Return every field and the code, as plain values."""
         return {"code": self.code, **asdict(self)}
 
     def __str__(self) -> str:
@@ -65,17 +65,17 @@ class Finding:
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """0 where nothing or ``info`` was found, 1 with warnings, 2 with errors."""
+    """Return 2 if there is an error, else 1 if there is a warning, else 0."""
     return max((_EXIT[finding.severity] for finding in findings), default=0)
 
 
 def to_json(findings: Sequence[Finding]) -> str:
-    """The findings as a JSON array, an object each."""
+    """Return the findings as a JSON array with an object for each."""
     return json.dumps([finding.to_dict() for finding in findings], indent=2, ensure_ascii=False)
 
 
 def show(findings: Sequence[Finding], console: Console, rules: int) -> None:
-    """Print the findings, most severe first, and of how many ``rules`` they come."""
+    """Print the findings in their order, and a last line with ``rules``, the number of rules, and the counts."""
     from rich.padding import Padding
     from rich.text import Text
 

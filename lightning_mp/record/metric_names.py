@@ -1,4 +1,4 @@
-"""The names under which a run's readings are logged and written down, the same in every logger, file and report."""
+"""The names of a run's readings, the same in every logger, file and report."""
 
 STEP = "step"
 LOSS = "train/loss"

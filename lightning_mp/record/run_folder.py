@@ -1,4 +1,4 @@
-"""The folder of a run: its readings, its events and the other files that the callbacks of one run write."""
+"""The folder of a run, to which its callbacks write readings, events and other files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ EVENTS = "events.jsonl"
 RUN = "run.json"
 AUDIT, AUDIT_TABLE = "audit.json", "audit.md"
 REPORT = "report.html"
-#: a pipeline's schedule as it ran
+#: the schedule that a pipeline ran
 PIPELINE = "pipeline.json"
 #: the folder of saved batches, and their names in it
 BATCHES, BATCH_FILES = "nonfinite", "step_*_rank*.pt"
-#: what a run writes; it replaces another run's only where that one's run.json says that it was written by this package
+#: files that a run writes; an earlier run's are replaced only if its run.json names this package
 _FILES = (METRICS, EVENTS, AUDIT, AUDIT_TABLE, REPORT, PIPELINE, RUN)
 _WRITTEN_BY = {"written_by": "lightning_mp"}
 _LOCK = ".lightning_mp.lock"
@@ -38,19 +38,19 @@ _open: dict[Path, RunFolder] = {}
 
 
 class InUseError(PlanError):
-    """A folder that another run is using, or that holds files which a run may not overwrite."""
+    """The folder is in use by another run, or holds files that a run may not overwrite."""
 
 
 class RunFolder:
-    """One run's folder, shared by its callbacks; each line is on disk once it is written.
+    """One run's folder, shared by its callbacks. The file is closed after each line.
 
-    Only one process writes to a folder, and only one callback of each name. A file that cannot be written (a full disk,
-    a folder that was removed) is warned of once, and the run goes on.
+    Only one process writes to a folder, and only one callback of each name. If a file cannot be
+    written, as on a full disk, a warning is logged once and training continues.
     """
 
     def __init__(self, path: Path, owner: object) -> None:
         self.path = path
-        #: whether run.json says already that the run failed
+        #: True once run.json says that the run failed
         self.failed = False
         self._owner, self._lock = owner, FileLock(path / _LOCK)
         self._writers: set[str] = set()
@@ -66,16 +66,17 @@ class RunFolder:
         resumed_at: int | None = None,
         new: bool = False,
     ) -> RunFolder:
-        """The folder ``path``, for the callback named ``writer`` of the run ``owner`` (a Trainer).
+        """Create and lock the folder ``path`` for the callback named ``writer``, and return it.
 
-        The first writer of a fresh run replaces what an earlier run wrote there, or with ``new`` refuses to. One that
-        resumes at the step ``resumed_at`` appends, and drops the readings of steps that will be made again.
+        ``owner`` is the run's Trainer. Later writers of the same Trainer share the folder. The first
+        writer of a fresh run deletes the files of an earlier run. With ``resumed_at``, the step at
+        which the run resumes, files are kept, and readings of steps that run again are dropped.
 
         Raises:
-            InUseError: another run is writing there, or files are there that a run would overwrite and this package did
-                not write.
-            PlanError: a second ``writer`` of this run is writing there.
-            OSError: the folder cannot be made or locked.
+            InUseError: another run is writing there. Or the folder holds files that this package
+                did not write, files of a newer format version, or with ``new`` any run's files.
+            PlanError: this run has a ``writer`` of the same name there.
+            OSError: the folder cannot be created or locked.
         """
         path = Path(path).resolve()
         folder = _open.get(path)
@@ -116,7 +117,10 @@ class RunFolder:
             atomic_write(self.path / RUN, to_json(stamped({**_WRITTEN_BY, "status": "running"})) + "\n")
 
     def _drop_from(self, step: int) -> None:
-        """Drop the readings that will be made again, and a last line that a run cut off when it was killed."""
+        """Rewrite readings and events without unreadable lines, and without readings that are made again.
+
+        The last line is unreadable if the earlier run was killed while it wrote.
+        """
         for path in (path for path in (self.path / METRICS, self.path / EVENTS) if path.is_file()):
             kept: list[bytes] = []
             for line in path.read_bytes().splitlines():
@@ -127,25 +131,25 @@ class RunFolder:
             atomic_write_bytes(path, b"".join(kept))
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append a reading."""
+        """Append the readings of one step to ``metrics.jsonl``."""
         self._append(METRICS, {metric_names.STEP: step, **values})
 
     def event(self, event: Event) -> None:
-        """Append an event."""
+        """Append an event to ``events.jsonl``."""
         self._append(EVENTS, stamped(event.to_dict()))
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write the file ``name`` as JSON, whole or not at all."""
+        """Write the file ``name`` as JSON, whole or not at all. Log a warning if it cannot be written."""
         by = _WRITTEN_BY if name == RUN else {}
         self.text(name, to_json(stamped({**by, **values}), indent=2) + "\n")
 
     def text(self, name: str, text: str) -> None:
-        """Write the file ``name``, whole or not at all."""
+        """Write the file ``name``, whole or not at all. Log a warning if it cannot be written."""
         with self._warns_once():
             atomic_write(self.path / name, text)
 
     def close(self, writer: str) -> None:
-        """``writer`` is done; the last one releases the folder."""
+        """End the use by ``writer``. The last writer releases the folder's lock."""
         self._writers.discard(writer)
         if not self._writers and _open.get(self.path) is self:
             del _open[self.path]
@@ -174,9 +178,9 @@ def atomic_write(target: Path, text: str) -> None:
     """Write a text file, whole or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    # what is read from a file may hold half a character, which becomes a question mark
+    # text read from a file may hold half a surrogate pair, which becomes a question mark
     atomic_write_bytes(target, text.encode("utf-8", errors="replace"))
 
 
@@ -184,7 +188,7 @@ def atomic_write_bytes(target: Path, content: bytes) -> None:
     """Write a file, whole or not at all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     part = target.with_name(f".{target.name}.tmp")
     try:
@@ -197,7 +201,11 @@ def atomic_write_bytes(target: Path, content: bytes) -> None:
 
 
 def made_again(row: Mapping[str, Any], resumed_at: int) -> bool:
-    """Whether a run that resumes at a step makes this reading again: not the validation before that step."""
+    """True if a run that resumes at the step ``resumed_at`` makes the reading ``row`` again.
+
+    A reading without a training loss is one of validation. At ``resumed_at`` itself it was made
+    before the checkpoint, so it is not made again.
+    """
     validates = metric_names.LOSS not in row
     return row[metric_names.STEP] >= resumed_at + validates
 
@@ -208,7 +216,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    """Return what ``run.json`` holds; an empty dict if it is not there or cannot be read."""
+    """Return the content of ``run.json``; an empty dict if the file is missing or unreadable."""
     try:
         return json_object((folder / RUN).read_bytes()) or {}
     except OSError:
@@ -220,7 +228,7 @@ def _is_ours(about: Mapping[str, Any]) -> bool:
 
 
 def to_json(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """``values`` as JSON's standard has it: a float that is not finite becomes null, never ``NaN``."""
+    """Return ``values`` as standard JSON. A float that is not finite becomes null."""
     try:
         return json.dumps(values, indent=indent, allow_nan=False)
     except ValueError:

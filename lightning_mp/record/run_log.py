@@ -1,6 +1,6 @@
-"""What monitoring callbacks share: the steps they look at, a run's end, and what they write.
+"""Shared by monitoring callbacks: track optimizer steps, write readings and events, end a run.
 
-That is the run's folder (rank 0), every logger, the console, and rows and events in memory.
+Readings and events go to the run's folder (rank 0), every logger, the console, and memory.
 """
 
 import itertools
@@ -39,22 +39,22 @@ from lightning_mp.record import metric_names
 from lightning_mp.record.events import Event
 from lightning_mp.record.run_folder import RUN, InUseError, RunFolder, is_ours, made_again
 
-#: for alerts: as a Python warning each would begin with a file and a line of this package
+#: for alerts: a Python warning would begin with a file and a line of this package
 _LOGGER = logging.getLogger("lightning_mp")
 RunDir = str | os.PathLike[str] | None
-#: the name of a run's own folder, and the key under which a checkpoint names it
+#: the name of a run's own folder, and the key of its path in a checkpoint
 FALLBACK = "lightning_mp_run"
-#: the folders of Trainers to which no run_dir was given, or of the runs that they resume from
+#: the folders of Trainers without a run_dir, or of the runs that they resume from
 _paths: MutableMapping[Trainer, str] = WeakKeyDictionary()
 PACKAGES = ("lightning-mp", "torch", "lightning", "transformers", "peft", "deepspeed", "torchao", "hydra-core")
-#: the readings and the events that are kept in memory
+#: the number of readings, and of events, that are kept in memory
 IN_MEMORY = 1000
-#: how many events of a kind there were, as a metric
+#: the metric that counts the events of a kind
 EVENT_COUNT = "health/events"
 
 
 def is_fresh(trainer: Trainer) -> bool:
-    """Whether a run begins, rather than resumes from a checkpoint or follows an earlier fit."""
+    """True if a run neither resumes from a checkpoint nor follows an earlier fit."""
     return trainer.ckpt_path is None and trainer.global_step == 0
 
 
@@ -70,7 +70,7 @@ def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
     earlier = [] if resumed_at is None else [logged, _paths.get(trainer)]
     for path in earlier:
         if path is not None and is_ours(Path(path)):
-            with suppress(InUseError):  # the run that resumes gets another
+            with suppress(InUseError):  # the resumed run then gets another folder
                 return open_(path, resumed_at=resumed_at)
     numbered = (home / f"{FALLBACK}_{number}" for number in itertools.count(2))
     for path in chain([] if logged is None else [logged], [home / FALLBACK], numbered):
@@ -80,7 +80,10 @@ def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
 
 
 def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
-    """The folder that a logger made for this run alone, if it did; and where else to make one."""
+    """Return the folder that the first logger made for this run alone, or ``None``, and a parent folder.
+
+    A fallback folder is made below the parent. A remote folder is replaced by a local one.
+    """
     root = _local(trainer.default_root_dir)
     logger: Any = trainer.loggers[0] if trainer.loggers else None
     own, save_dir = (_local(getattr(logger, name, None)) for name in ("log_dir", "save_dir"))
@@ -97,7 +100,7 @@ def _homes(trainer: Trainer) -> tuple[Path | None, Path]:
 
 
 def _local(path: Any) -> Any:
-    """Without ``file://``, of which Lightning leaves ``file:/`` in ``default_root_dir``."""
+    """Return a path without ``file://``, or ``file:/``, to which Lightning shortens it; else the value itself."""
     return re.sub("^file:/+", "/", os.fspath(path)) if isinstance(path, (str, os.PathLike)) else path
 
 
@@ -106,18 +109,21 @@ def _is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 class RunCallback(Callback):
-    """A callback that gives up what belongs to a run when it is over or has failed; a copy has nothing of it."""
+    """A callback that releases a run's resources when the run ends or fails.
 
-    #: the attributes that a copy (a spawned process, a sweep) does not take along
+    A pickled copy has ``None`` in place of them.
+    """
+
+    #: the attributes that are ``None`` in a copy (a spawned process, a sweep)
     _of_run: tuple[str, ...] = ()
 
     def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
-        """Give up what belongs to the run, which has ended or failed; may be called again."""
+        """Release the run's resources. The run has ended, or failed with ``error``. May be called again."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release(trainer)
 
-    # Lightning calls no ``teardown`` of a callback then
+    # after an exception Lightning does not call a callback's ``teardown``
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._release(trainer, exception)
 
@@ -126,27 +132,35 @@ class RunCallback(Callback):
 
 
 class StepTracker:
-    """Finds out from a callback's hooks in which training batches an optimizer steps, however it is stepped.
+    """The training batches in which an optimizer steps, by automatic or manual optimization.
 
-    A step is known by ``global_step`` as ``training_step`` sees it: the number of steps tried before it.
+    A callback calls the methods from its hooks. ``step`` is ``global_step`` as ``training_step``
+    sees it: the number of optimizer steps tried before, skipped ones included.
     """
 
     def __init__(self) -> None:
         require_versions("callbacks", "lightning")
-        #: of the batch at hand
+        #: the step number of the current batch
         self.step = 0
         self._pending = self._tried = False
 
     def batch_starts(self, trainer: Trainer) -> None:
-        """For ``on_train_batch_start``."""
+        """Note the step number. Call in ``on_train_batch_start``."""
         self.step = trainer.global_step
 
     def backward(self) -> None:
-        """For ``on_before_backward``: without one since the last step, ``training_step`` returned None."""
+        """Note a backward. Call in ``on_before_backward``.
+
+        If no backward ran since the last step, ``training_step`` returned None.
+        """
         self._pending = True
 
     def begins(self, trainer: Trainer) -> bool:
-        """For ``on_before_optimizer_step``: whether an optimizer is really about to step, in training."""
+        """Return True if an optimizer is about to step. Call in ``on_before_optimizer_step``.
+
+        It is not within an accumulation window that the strategy handles, without a backward, or
+        outside training.
+        """
         within_window = trainer.strategy.handles_gradient_accumulation and accumulates(trainer)
         if within_window or not (self._pending and trainer.training):
             return False
@@ -156,7 +170,7 @@ class StepTracker:
         return True
 
     def batch_ends(self) -> bool:
-        """For ``on_train_batch_end``: whether an optimizer stepped in the batch."""
+        """Return True if an optimizer step began in the batch. Call in ``on_train_batch_end``."""
         tried, self._tried = self._tried, False
         if tried:
             self._pending = False
@@ -183,14 +197,14 @@ def write_run(folder: RunFolder, trainer: Trainer, status: str, error: BaseExcep
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a run ran on."""
+    """Return plain values about the device, the CPUs and the operating system."""
     known = describe(device)
     on = {"device": known.name, "type": known.type, "memory_bytes": known.memory}
     return {**on, "cpus": os.cpu_count(), "system": platform.platform()}
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of the packages that numbers may depend on."""
+    """Return the versions of Python, and of installed packages that a run's numbers may depend on."""
     installed = {"python": sys.version.split()[0]}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -199,19 +213,25 @@ def versions() -> dict[str, str]:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The callbacks of a run."""
+    """Return the callbacks of a Trainer, which Lightning's types do not declare."""
     return cast("Any", trainer).callbacks
 
 
 def log(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
-    """Send ``values`` to every logger; ``step`` is :func:`logged_step` as it was when they were measured."""
+    """Send ``values`` to every logger, on rank 0 only.
+
+    ``step`` is :func:`logged_step` at the time of the measurement.
+    """
     if values and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_metrics(dict(values), step=step)
 
 
 def show_alert(writer: str, event: Event) -> None:
-    """On a terminal a panel, yellow or red: what, why, what to do; elsewhere, or where logging is set up, one line."""
+    """Show an alert as a yellow or red panel on stderr.
+
+    If stderr is no terminal, or logging is configured, log one warning line instead.
+    """
     if not sys.stderr.isatty() or _LOGGER.hasHandlers():
         _LOGGER.warning("%s: %s", writer, event)
         return
@@ -226,28 +246,32 @@ def show_alert(writer: str, event: Event) -> None:
 
 
 class RunLog:
-    """What one callback writes to the run's folder (on rank 0); the last 1,000 are in memory on every rank."""
+    """The readings and events of one callback: in the run's folder (rank 0), the last 1,000 in memory (every rank)."""
 
     def __init__(self, writer: str) -> None:
         self.writer = writer
-        #: between ``open`` and ``close``
+        #: set on rank 0 between ``open`` and ``close``
         self.folder: RunFolder | None = None
         self._counts: Counter[str] = Counter()
-        #: the last of what was written: files hold all of it, memory does not grow with the run
+        #: files hold all readings and events; memory holds the last ones and so does not grow
         self.rows: deque[dict[str, Any]] = deque(maxlen=IN_MEMORY)
         self.events: deque[Event] = deque(maxlen=IN_MEMORY)
 
     def open(self, trainer: Trainer, run_dir: RunDir) -> None:
-        """Begin, or continue; every rank has to call it, once training starts.
+        """Open the run's folder on rank 0, and write ``run.json``. A collective: every rank must call it.
 
-        With ``run_dir=None`` it is a folder of the run's own: the version folder of a CSVLogger or TensorBoardLogger,
-        else ``lightning_mp_run`` in ``<save_dir>/<name>/<version>`` of the first logger, without one in
-        ``default_root_dir``; if an earlier run is there, ``lightning_mp_run_2`` and so on. Files of an earlier run in a
-        given ``run_dir`` are replaced. A run that resumes from a checkpoint, or follows an earlier fit, appends.
+        With ``run_dir=None`` the run gets a folder of its own. That is the version folder of a
+        CSVLogger or TensorBoardLogger. For another first logger it is ``lightning_mp_run`` in its
+        ``<save_dir>/<name>/<version>``, and without a logger in ``default_root_dir``. If an earlier
+        run is there, it is ``lightning_mp_run_2`` and so on.
+
+        A fresh run replaces the files of an earlier run in a given ``run_dir``. A run that resumes
+        from a checkpoint, or follows an earlier fit, appends. Readings that it makes again are
+        dropped, in memory too.
 
         Raises:
-            PlanError: another run or callback writes there already, a file is in the way, or the folder cannot be
-                opened; on every rank.
+            PlanError: another run or callback writes there already, a file is in the way, or the
+                folder cannot be opened. Every rank raises it.
         """
         refused: PlanError | None = None
         if trainer.is_global_zero:
@@ -255,7 +279,7 @@ class RunLog:
                 self.folder = _opened(trainer, run_dir, self.writer)
             except PlanError as error:
                 refused = error
-            except (OSError, ValueError, RuntimeError) as error:  # the others wait for this rank, whatever it meets
+            except (OSError, ValueError, RuntimeError) as error:  # the other ranks wait for this rank's broadcast
                 what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
                 refused = PlanError.of(what, "pass run_dir= a folder that can be written", self.writer)
         refused, path = trainer.strategy.broadcast((refused, None if self.folder is None else str(self.folder.path)))
@@ -275,13 +299,13 @@ class RunLog:
             self.rows.pop()
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write a reading."""
+        """Keep the readings of one step in memory, and write them on rank 0."""
         self.rows.append({metric_names.STEP: step, **values})
         if self.folder is not None:
             self.folder.metrics(step, values)
 
     def event(self, trainer: Trainer, event: Event) -> None:
-        """Write an event, and print it."""
+        """Keep an event in memory. On rank 0 write it, print it, and send its kind's count to the loggers."""
         self.events.append(event)
         self._counts[event.kind] += 1
         if self.folder is not None:
@@ -293,7 +317,11 @@ class RunLog:
             rank_zero_info(f"{self.writer}: {event}")
 
     def close(self, trainer: Trainer, error: BaseException | None = None, *, report: bool = False) -> None:
-        """Write how the run ended, and its report."""
+        """Write the run's status on rank 0, release the folder, and with ``report`` write ``report.html``.
+
+        An interrupted run keeps the status ``"running"``, and a failed one stays ``"failed"``. A
+        report that cannot be written is reported, not raised. Later calls do nothing.
+        """
         folder, self.folder = self.folder, None
         if folder is None:
             return
@@ -306,7 +334,7 @@ class RunLog:
                 from lightning_mp.record.report import write_report
 
                 rank_zero_info(f"report: {write_report(folder.path)}")
-            except Exception as failure:  # a report that cannot be written must not hide how the run ended
+            except Exception as failure:  # a failed report must not hide the run's own error
                 rank_zero_info(f"no report on {folder.path}: {failure}")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -314,19 +342,20 @@ class RunLog:
 
 
 class WritesRun(RunCallback):
-    """A callback that writes to the run's folder: a checkpoint names it, so that a run that resumes goes on there.
+    """A callback that writes to the run's folder.
 
-    With a ``run_dir`` of the user's nothing is noted, nor looked up: the next run gets its own again, or is given one.
+    A checkpoint holds the folder's path, so that a resumed run continues there. If the user passes
+    ``run_dir``, the path is neither saved nor read: each run uses the ``run_dir`` it is given.
     """
 
     run_dir: RunDir = None
-    #: whether every non-finite step has an event of it
+    #: True if the callback writes an event for every non-finite step
     writes_every_event = False
     _log: RunLog
 
     @property
     def events(self) -> list[Event]:
-        """The last 1,000 events, as written; ``events.jsonl`` has all."""
+        """The last 1,000 events; ``events.jsonl`` has all."""
         return list(self._log.events)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
