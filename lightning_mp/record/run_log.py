@@ -260,8 +260,8 @@ class RunLog:
     def open(self, trainer: Trainer, run_dir: RunDir) -> None:
         """Open the run's folder on rank 0, and write ``run.json``. A collective: every rank must call it.
 
-        With ``run_dir=None`` the run gets a folder of its own. That is the version folder of a
-        CSVLogger or TensorBoardLogger. For another first logger it is ``lightning_mp_run`` in its
+        With ``run_dir=None`` the run gets a folder of its own. A CSVLogger or TensorBoardLogger has
+        a version folder, which is used. For another first logger it is ``lightning_mp_run`` in its
         ``<save_dir>/<name>/<version>``, and without a logger in ``default_root_dir``. If an earlier
         run is there, it is ``lightning_mp_run_2`` and so on.
 
@@ -279,7 +279,8 @@ class RunLog:
                 self.folder = _opened(trainer, run_dir, self.writer)
             except PlanError as error:
                 refused = error
-            except (OSError, ValueError, RuntimeError) as error:  # the other ranks wait for this rank's broadcast
+            # raised after the broadcast, because the other ranks wait in it
+            except (OSError, ValueError, RuntimeError) as error:
                 what = f"The run's folder cannot be opened: {type(error).__name__}: {error}"
                 refused = PlanError.of(what, "pass run_dir= a folder that can be written", self.writer)
         refused, path = trainer.strategy.broadcast((refused, None if self.folder is None else str(self.folder.path)))
@@ -319,7 +320,7 @@ class RunLog:
     def close(self, trainer: Trainer, error: BaseException | None = None, *, report: bool = False) -> None:
         """Write the run's status on rank 0, release the folder, and with ``report`` write ``report.html``.
 
-        An interrupted run keeps the status ``"running"``, and a failed one stays ``"failed"``. A
+        An interrupted run is not marked as finished, and a failed one stays ``"failed"``. A
         report that cannot be written is reported, not raised. Later calls do nothing.
         """
         folder, self.folder = self.folder, None
@@ -344,8 +345,8 @@ class RunLog:
 class WritesRun(RunCallback):
     """A callback that writes to the run's folder.
 
-    A checkpoint holds the folder's path, so that a resumed run continues there. If the user passes
-    ``run_dir``, the path is neither saved nor read: each run uses the ``run_dir`` it is given.
+    A checkpoint holds the folder's path, so that a resumed run continues there. A ``run_dir`` that
+    the user passes is not saved, and a callback with one reads no path from a checkpoint.
     """
 
     run_dir: RunDir = None

@@ -1,8 +1,8 @@
-"""The report: one HTML file that shows what one run did, or compares several, and opens without a network.
+"""The report: one HTML file that shows one run, or compares several, and opens without a network.
 
-:func:`write_report` writes it from what a run left in its folder (``lightning_mp.record.run_folder``), as
-``lightning-mp report`` does. A damaged file costs what was in it, never the report; the page says what is missing.
-Pages of other packages share its look: see :mod:`lightning_mp.record.report.page`.
+:func:`write_report`, like ``lightning-mp report``, writes it from the files of a run's folder
+(``lightning_mp.record.run_folder``). Damaged files and lines are left out, and the page names them.
+Other pages share its look: see :mod:`lightning_mp.record.report.page`.
 """
 
 from lightning_mp.record.report.page import summaries, write_report

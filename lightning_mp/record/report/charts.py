@@ -1,4 +1,4 @@
-"""The charts of a report, whose readings and marks the page's script draws."""
+"""The charts of a report as plain values, which the page's script draws."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +13,17 @@ from lightning_mp.errors import number
 from lightning_mp.record import metric_names as names
 from lightning_mp.record.report.load import Run, Series
 
-#: points a series may have, about two for every pixel of a wide chart; alerts marked on a chart
+#: the most points of a series, about two for every pixel of a wide chart, and marked alerts of a run
 MAX_POINTS, MAX_MARKS = 3000, 300
 Scale = Literal["linear", "log", "log2", "share"]
 
-# Curves that coincide stay visible: a later one is dashed over an earlier; colour is not all that tells them apart.
+# a dashed line over a solid one leaves both visible, and lines differ in more than their colour
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 NOTHING = "-"
 
 
 def plain(value: Any) -> str:
-    """A value out of a JSON file in a few words; what is nested in it is left out."""
+    """Return a value from a JSON file as short text. ``None`` is a dash, a nested value an ellipsis."""
     if value is None:
         return NOTHING
     if isinstance(value, bool):
@@ -36,7 +36,7 @@ def plain(value: Any) -> str:
 
 
 def moment(value: Any) -> str:
-    """Return a date and time of ISO 8601 as a person reads it; anything else as ``plain`` does."""
+    """Return an ISO 8601 time as a readable date. Other text is unchanged, other values are as from ``plain``."""
     if not isinstance(value, str):
         return plain(value)
     try:
@@ -47,10 +47,10 @@ def moment(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart over steps; ``lines`` has the label of each reading, ``unit`` is the vertical axis's title.
+    """A chart over steps. ``lines`` maps a reading's name to its label; ``unit`` titles the vertical axis.
 
-    Of the ``traits``, ``stepped`` holds a value until the next reading; ``from-zero`` keeps the axis honest about
-    differences.
+    ``traits`` are words: ``stepped`` draws a value until the next reading, and ``from-zero`` begins
+    the axis at 0, so that small differences look small.
     """
 
     title: str
@@ -82,7 +82,7 @@ KNOWN: tuple[Panel, ...] = (
 
 
 def lay_out(runs: Sequence[Run]) -> list[Panel]:
-    """The charts of what ``runs`` recorded; where several are compared, one for each line."""
+    """Return the charts with recorded readings. If several runs are compared, each line has its own chart."""
     recorded = {name for run in runs for name, series in run.series.items() if _drawn(name, series)}
     panels: list[Panel] = []
     for panel in KNOWN:
@@ -97,15 +97,19 @@ def lay_out(runs: Sequence[Run]) -> list[Panel]:
 
 
 def _drawn(name: str, series: Series) -> bool:
-    """Whether there is anything to see: a loss or a norm that was never finite is what a failing run has to show."""
+    """True if a series is worth a line: it has a finite value, or is a loss or gradient norm.
+
+    A loss or gradient norm that was never finite is shown, because it is the sign of a failing run.
+    """
     return bool(series.finite) or (bool(series.values) and name in (names.LOSS, names.GRAD_NORM))
 
 
 def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
-    """The chart of ``panel`` for every run that recorded something of it, as plain values for the page's script.
+    """Return the chart of ``panel`` as plain values for the page's script.
 
-    Every line and mark has the run it belongs to, which the reader may hide, and the name of its colour in the page's
-    style. Names and texts are escaped, since Plotly reads markup in them.
+    Runs without a reading of it have no line. Each line and mark has the index of its run, which
+    the reader may hide, and its colour's name in the page's style. Names and texts are escaped,
+    because Plotly reads markup in them. A logarithmic axis becomes linear if no value is positive.
     """
     many = len(runs) > 1
     recorded = [
@@ -119,7 +123,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
         logarithmic, scale = False, "linear"
     lines: list[dict[str, Any]] = []
     for place, style, name, series in recorded:
-        # what is not positive has no place on a logarithmic axis
+        # a logarithmic axis cannot show a value of 0 or less
         placed = [None if logarithmic and value is not None and value <= 0 else value for value in series.values]
         drawn = downsample(Series(series.steps, placed))
         look = {"run": place, "colour": f"run-{style}", "dash": dash(style), "name": str(escape(name))}
@@ -130,7 +134,7 @@ def draw(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _marks(run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
-    """Alerts, the errors first."""
+    """Yield the marks of at most :data:`MAX_MARKS` alerts of a run. Errors take precedence over warnings."""
     left = MAX_MARKS
     for severity in ("error", "warning"):
         events = [event for event in run.alerts if event.severity == severity][:left]
@@ -147,16 +151,17 @@ def _marks(run: Run, place: int, many: bool) -> Iterator[dict[str, Any]]:
 
 
 def dash(style: int) -> str:
-    """How line number ``style`` of a chart, or run number ``style`` of a comparison, is dashed."""
+    """Return the dash style of line ``style`` of a chart, or of run ``style`` of a comparison."""
     return _DASHES[style % len(_DASHES)]
 
 
 def downsample(series: Series, limit: int = MAX_POINTS) -> Series:
-    """At most ``limit`` (8 or more) of the readings, in order.
+    """Return at most ``limit`` (8 or more) of the readings, in order; the series itself if it is short.
 
-    The readings between the first and the last are cut into stretches of equal length; of each stay the lowest, the
-    highest, and one that was not finite where there is one (the min-max aggregation of Jugel and others, "M4: a
-    visualization-oriented time series data aggregation", VLDB 2014).
+    The readings between the first and the last are cut into stretches of about equal length. From
+    each stretch the lowest and the highest are kept, and the first that is not finite (the min-max
+    aggregation of Jugel and others, "M4: a visualization-oriented time series data aggregation",
+    VLDB 2014).
     """
     count = len(series.values)
     if count <= limit:

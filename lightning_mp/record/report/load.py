@@ -1,4 +1,4 @@
-"""A run's folder as it is on disk. A damaged file costs its damaged lines, never the report."""
+"""Read a run's folder. Damaged lines and files are left out and reported, never raised."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lightning_mp.record.file_format import KEY, UPDATE, is_step, json_object, n
 from lightning_mp.record.metric_names import STEP
 from lightning_mp.record.run_folder import AUDIT, EVENTS, METRICS, RUN
 
-#: What a run writes, and a report reads.
+#: the files of a run that a report reads
 FILES = (METRICS, EVENTS, RUN, AUDIT)
 #: the parts of run.json that are mappings
 _PARTS = ("machine", "versions", "plan")
@@ -20,25 +20,25 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Series:
-    """The readings of one name in the order they were written; ``None`` is one that is not finite or not known."""
+    """The readings of one name in the order they were written. ``None`` is a value that is not finite or unknown."""
 
     steps: list[int] = field(default_factory=list[int])
     values: list[float | None] = field(default_factory=list["float | None"])
 
     def add(self, step: int, value: float | None) -> None:
-        """Append a reading."""
+        """Append a reading. A value that is not finite becomes ``None``."""
         self.steps.append(step)
         self.values.append(value if value is None or math.isfinite(value) else None)
 
     @property
     def finite(self) -> list[float]:
-        """The readings that are numbers."""
+        """The finite values, in order."""
         return [value for value in self.values if value is not None]
 
 
 @dataclass(slots=True)
 class Run:
-    """What one folder holds. ``faults`` says, a sentence each, what of it could not be read."""
+    """The content of a run's folder. ``faults`` names each part that could not be read."""
 
     path: Path
     name: str
@@ -50,26 +50,32 @@ class Run:
 
     @property
     def last_step(self) -> int | None:
-        """The highest step with a reading."""
+        """The highest step with a reading, or ``None``."""
         return max((max(series.steps) for series in self.series.values()), default=None)
 
     @property
     def alerts(self) -> list[Event]:
-        """The events that someone should look at."""
+        """The warnings and errors among the events."""
         return [event for event in self.events if event.is_alert]
 
     def finite(self, name: str) -> list[float]:
-        """The numbers among the readings of ``name``."""
+        """Return the finite readings of ``name``; an empty list if there are none."""
         return self.series[name].finite if name in self.series else []
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run wrote anything there."""
+    """True if the folder holds at least one file that a run writes."""
     return any((path / name).is_file() for name in FILES)
 
 
 def load(path: Path, name: str) -> Run:
-    """Read the folder ``path``; ``name`` is what the report calls the run."""
+    """Return the run of the folder ``path``. ``name`` is its name in the report.
+
+    Missing and damaged files are noted in the run's ``faults``.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
     run = Run(path, name)
     for row in _lines(run, METRICS, _reading):
         step = row.pop(STEP)
@@ -108,10 +114,11 @@ def _is_audit_row(row: Any) -> bool:
 
 
 def _lines(run: Run, name: str, read: Callable[[dict[str, Any]], T | None]) -> list[T]:
-    """Return what ``read`` makes of each line of JSON.
+    """Return the result of ``read`` for each line of JSON. If the file is missing, the list is empty.
 
-    Lines that cannot be read are a fault of ``run``: a run that was killed leaves one that is cut off. Lines of a newer
-    format version are another fault.
+    A line is unreadable if it is no JSON object, or ``read`` returns ``None``: a killed run leaves a
+    partial line. Unreadable lines, and lines of a newer format version, are left out and noted in
+    the run's ``faults``.
     """
     path, rows, unread, too_new = run.path / name, list[T](), 0, ""
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -135,7 +142,10 @@ def _lines(run: Run, name: str, read: Callable[[dict[str, Any]], T | None]) -> l
 
 
 def _document(run: Run, name: str) -> dict[str, Any]:
-    """Return a whole file of JSON; an empty dict if it is not there, cannot be read, or is of a newer version."""
+    """Return the JSON object of a file; an empty dict if it is missing, damaged or of a newer version.
+
+    A damaged or newer file is noted in the run's ``faults``.
+    """
     path = run.path / name
     if not path.is_file():
         return {}

@@ -1,7 +1,7 @@
-"""The report's page: what its template shows, and the file it becomes.
+"""Render the report's page and write it.
 
-The page is ``report.html.j2``. Its head, style, charts and script are ``base.html.j2``, and its tables and marks
-``macros.html.j2``: another page of the package (a comparison's) extends and imports them, and is made by
+The page's template is ``report.html.j2``. Head, style, charts and script are in ``base.html.j2``,
+tables and marks in ``macros.html.j2``. The page of a comparison uses both too, through
 :func:`document`.
 """
 
@@ -28,10 +28,11 @@ _DOTS = re.compile(r"(?<=[a-z])\.|\.(?=[a-z])", re.IGNORECASE)
 
 
 def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None) -> Path:
-    """Write one HTML file on a run, or on several compared, and return where it is.
+    """Write the report of a run, or of several compared, as one HTML file, and return its path.
 
-    ``output=None`` is ``report.html`` in the run's folder, with several in the folder that holds them all. The file
-    opens without a network and is there whole or not at all.
+    With ``output=None`` the file is ``report.html`` in the run's folder. For several runs it is in
+    the closest folder that holds them all. The file opens without a network, and is written whole
+    or not at all.
 
     Raises:
         PlanError: a folder holds no run, or ``output`` is a folder.
@@ -46,7 +47,7 @@ def write_report(run_dirs: RunDirs, output: str | os.PathLike[str] | None = None
 
 
 def summaries(run_dirs: RunDirs) -> list[dict[str, Any]]:
-    """The verdict and the figures of each run, as plain values.
+    """Return the verdict and the figures of each run, as plain values.
 
     Raises:
         PlanError: a folder holds no run.
@@ -55,10 +56,13 @@ def summaries(run_dirs: RunDirs) -> list[dict[str, Any]]:
 
 
 def load_runs(run_dirs: RunDirs) -> list[Run]:
-    """Read every folder once; a run is named by as much of the end of its path as distinguishes it from the others.
+    """Return the runs of the folders. A folder that is given twice is read once.
+
+    A run's name is the end of its path, as long as needed to differ from the other runs.
 
     Raises:
-        PlanError: no folder is given, or one holds no run; names the runs below it where there are any.
+        PlanError: no folder is given, or a folder holds no run. If runs are below it, the message
+            names them.
     """
     given = [run_dirs] if isinstance(run_dirs, (str, os.PathLike)) else run_dirs
     with Faults("report") as faults:
@@ -69,18 +73,18 @@ def load_runs(run_dirs: RunDirs) -> list[Run]:
             fix = f"name the runs in it: {' '.join(map(str, below))}" if below else "name one that has a metrics.jsonl"
             faults.add(f"{str(folder)!r} {'holds no run' if folder.exists() else 'does not exist'}", fix=fix)
     folders, parts = list(dict.fromkeys(Path(item).resolve() for item in given)), 1
-    # Different paths differ in some part, so this ends.
+    # this ends, because different paths differ in some part
     while len({folder.parts[-parts:] for folder in folders}) < len(folders):
         parts += 1
     return [load(folder, "/".join(folder.parts[-parts:])) for folder in folders]
 
 
 def document(template: Path, *, title: str, payload: Mapping[str, Any], **context: Any) -> str:
-    """A page in the report's style that fetches nothing: ``template`` extends ``base.html.j2``.
+    """Return the HTML of a page in the report's style, which loads nothing from a network.
 
-    ``payload`` is what the page's script draws: ``charts`` (each of :func:`~lightning_mp.record.report.charts.draw`),
-    ``steps`` (the first and the last). ``runs`` in ``context`` are objects with a ``name``; several
-    have a legend above the charts.
+    ``template`` extends ``base.html.j2``. ``payload`` has the keys ``charts``, each from
+    :func:`~lightning_mp.record.report.charts.draw`, and ``steps``, the first and the last. ``runs``
+    in ``context`` are objects with a ``name``. Several runs get a legend above the charts.
     """
     return _template(template).render({"runs": (), **context, "title": title, "payload": payload})
 
@@ -97,7 +101,7 @@ def _template(path: Path) -> Any:
         "moment": moment,
         "counted": counted,
         "dash": dash,
-        # a line may break after the dots of a name, and not of a number
+        # a line may break after a dot in a name, but not in a number
         "dotted": lambda text: Markup(_DOTS.sub(".<wbr>", str(escape(plain(text))))),
         "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     }

@@ -1,4 +1,4 @@
-"""What a report says first: how a run ended and why, the pin that was suggested, and a few figures."""
+"""The summary of a run: its verdict, the suggested pin, and a few figures."""
 
 import re
 import statistics
@@ -15,15 +15,20 @@ _RATES = {names.TOKENS_PER_S: "tokens/s", names.SAMPLES_PER_S: "samples/s"}
 
 
 def state(run: Run) -> str:
-    """How the run stands, as it said itself."""
+    """Return the status in ``run.json``: running, finished or failed; else ``"unknown"``."""
     status = run.about.get("status")
     return status if status in ("running", "finished", "failed") else "unknown"
 
 
 def verdict(run: Run) -> str:
-    """How the run ended, what its loss did, and the first sign of what went wrong."""
+    """Return a sentence or two about the run.
+
+    The first says that all steps were skipped, or at which step the run failed, or how the loss
+    changed. If the run failed or had an error, the second names its earliest alert. Else the first
+    ends with the number of alerts.
+    """
     first, steps, skips = _first_sign(run), run.last_step or 0, run.finite(names.SKIPPED_STEPS)
-    if skips and skips[-1] > steps:  # which count from 0
+    if skips and skips[-1] > steps:  # steps count from 0
         said = f"It trained nothing: all of its {counted(steps + 1, 'step')} were skipped"
     elif state(run) == "failed":
         said = f"It failed at step {steps:,}"
@@ -47,19 +52,22 @@ def _loss_said(run: Run) -> str:
 
 
 def _first_sign(run: Run) -> Event | None:
-    """The earliest alert of a run that had an error or failed, which later ones often follow from."""
+    """Return the earliest alert if the run failed or had an error; else ``None``.
+
+    Later alerts often follow from the earliest.
+    """
     bad = state(run) == "failed" or any(event.severity == "error" for event in run.alerts)
     return min(run.alerts, key=lambda event: event.step, default=None) if bad else None
 
 
 def suggested_pins(run: Run) -> str:
-    """The pin that the earliest alert with one advises, as it is pasted; empty where there is none."""
+    """Return the pins that the earliest event with any advises, ready to paste; else an empty string."""
     advised = (_PINS.search(event.advice) for event in sorted(run.events, key=lambda event: event.step))
     return next((match[0] for match in advised if match), "")
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The verdict and the figures as plain values."""
+    """Return the verdict and the figures as plain values."""
     said = {"run": run.name, "state": state(run), "last_step": run.last_step, "verdict": verdict(run)}
     values = {figure.name.replace(" ", "_"): figure.number for figure in figures(run)}
     return {**said, "suggested_pins": suggested_pins(run) or None, **values}
@@ -70,7 +78,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What it is, its value as it is shown, a few words on where it comes from, and the number itself."""
+    """A figure of a run: its name, the shown value, a note on its origin, its unit, and the number."""
 
     name: str
     value: str = "-"
@@ -80,7 +88,7 @@ class Figure:
 
 
 def figures(run: Run) -> list[Figure]:
-    """The same figures in the same order for every run; what is not known has the value of a dash."""
+    """Return the figures of a run: the same for every run, in the same order. An unknown value is a dash."""
     skips, peak = run.finite(names.SKIPPED_STEPS), max(run.finite(names.MEMORY_PEAK), default=None)
     rate = next((name for name in _RATES if run.finite(name)), None)
     median = None if rate is None else statistics.median(run.finite(rate))
