@@ -1,7 +1,8 @@
 """The model types of transformers whose parameters the planner counts, and how their layers differ from Llama's.
 
-A model type is counted only if it is in :data:`FAMILIES` or :data:`MIXTURES`. tests/planner/test_families.py builds
-every causal language model of transformers in two small sizes, and holds :data:`FAMILIES` to the matrices it has.
+A model type is counted only if it is in :data:`FAMILIES` or :data:`MIXTURES`.
+tests/planner/test_families.py builds every causal language model of transformers in two small
+sizes, and compares the size of its matrices with the count by :data:`FAMILIES`.
 """
 
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ class Family:
     Vectors are not described: biases and norms are less than 0.3 % of a model of width 768 or more.
     """
 
-    #: whether an MLP has a third matrix, the gate
+    #: True if an MLP has a third matrix, the gate
     gated: bool = True
-    #: whether positions have a table of embeddings
+    #: True if positions have a table of embeddings
     positions: bool = False
     #: rows of that table beyond the longest sequence
     extra_positions: int = 0
-    #: whether the model has the head and the token types of a masked language model
+    #: True if the model has the head and the token types of a masked language model
     masked_head: bool = False
 
 
@@ -107,5 +108,5 @@ FAMILIES = {
     ),
 }
 
-#: mixtures of experts, as transformers 5 makes them
+#: mixtures of experts, as implemented in transformers 5
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")

@@ -1,4 +1,4 @@
-"""The size of a transformer, what a token of it costs in FLOPs by the conventions in use, and the layout of a run."""
+"""The size of a transformer, its FLOPs a token by several conventions, and the layout of a run over GPUs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning_mp.policy import precision_word
 from lightning_mp.policy.hardware import GPU, find
 from lightning_mp.policy.precision_policy import precision_fix
 
-#: FLOPs of a trained token by convention, as it is printed next to an MFU. N: the parameters that a token is computed
-#: with; E: the table of input embeddings; L, h, s: layers, width, length of the sequence
+#: FLOPs of a trained token by convention, as printed next to an MFU. N: active parameters of a token;
+#: E: parameters of the input embeddings; L, h, s: layers, width, sequence length
 CONVENTIONS = {
     "mosaicml": "6N + 12Lhs",  # llm-foundry, scripts/train/benchmarking/README.md
     "megatron": "6(N - E) + 6Lhs",  # Megatron-Bridge, docs/performance-summary.md: a causal mask halves attention
     "recompute": "8N + 16Lhs",  # Narayanan et al. 2021, equation 3: every layer's forward counted twice
 }
-#: head size, vocabulary and sequence of a model of which only the size is said: Llama's
+#: Llama's head size, vocabulary and sequence length, for a model of which only the size is known
 _HEAD, _VOCAB, _SEQUENCE = 128, 32000, 2048
-#: by parameters: layers and width of the models that are usual at that size (GPT-3 table 2.1, Llama 1 to 3)
+#: parameters, layers and width of usual models (GPT-3 table 2.1, Llama 1 to 3)
 _USUAL = (
     (125e6, 12, 768),
     (350e6, 24, 1024),
@@ -41,15 +41,19 @@ _USUAL = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The size of a decoder-only transformer; every field but ``gated`` a whole number, ``seq_len`` in tokens.
+    """The size of a decoder-only transformer. Every field except ``gated`` is a whole number.
 
-    What is not said is filled in: heads of 128, as many for keys and values, an MLP of four times the width, Llama 2's
-    vocabulary, 2048 tokens. Of a mixture of experts ``params`` are all parameters, ``active`` those that a token is
-    computed with, and ``intermediate`` is the width of the experts that it goes through, together. ``gated`` says
-    whether an MLP has a gate, a third matrix. By default it has one unless it is four times as wide as the model.
+    Fields that are left out, or 0, are filled in: heads of size 128, as many key-value heads, an MLP
+    of four times the width, Llama 2's vocabulary, 2048 tokens. ``seq_len`` is in tokens.
+
+    For a mixture of experts ``params`` counts all parameters, and ``active`` the parameters that
+    one token uses. ``intermediate`` is then the width of all experts of a token together.
+    ``gated`` is True if an MLP has a third matrix, the gate. By default it is True unless the MLP
+    is four times as wide as the model.
 
     Raises:
-        PlanError: a field that is no whole number of at least 1, or ``active`` above ``params``.
+        PlanError: a field is no whole number in its range, ``kv_heads`` does not divide ``heads``,
+            or ``active`` is above ``params``.
     """
 
     params: int
@@ -85,12 +89,15 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any, *, params: int | None = None, seq_len: int | None = None) -> ModelShape:
-        """The shape that a transformers config describes (an object or a mapping); ``params`` is counted if not given.
+        """Return the shape of a transformers config, an object or a mapping.
 
-        A config without ``model_type`` is counted as Llama's.
+        Without ``params`` the matrices and norms are counted. A config without ``model_type`` is
+        counted like Llama, with learned positions left out. Without ``seq_len`` the longest
+        sequence of the config is used.
 
         Raises:
-            PlanError: the config says no width or number of layers, or its ``model_type`` is not counted.
+            PlanError: the config has no width or number of layers, its ``model_type`` is not
+                counted, or its numbers make no valid shape.
         """
         known: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
         kind = known.get("model_type") or getattr(config, "model_type", "")
@@ -108,14 +115,15 @@ class ModelShape:
         if known.get("multi_query") and not known.get("new_decoder_architecture"):  # Falcon, BigCode
             kv_heads = 1
         wide = first("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-        wide = wide or (first("intermediate_multiple_size") or 4) * hidden  # GPT-NeoX Japanese writes a multiple
+        # GPT-NeoX Japanese's config has a multiple of the width
+        wide = wide or (first("intermediate_multiple_size") or 4) * hidden
         vocab = first("vocab_size") or _VOCAB
         tied, head = bool(known.get("tie_word_embeddings")), first("head_dim")
         longest = first("max_position_embeddings", "n_positions", "max_seq_len")
         length = seq_len or longest or _SEQUENCE
         if experts > 1:
             return _mixture(known, experts, params, cls(1, layers, hidden, heads, kv_heads, wide, vocab, length))
-        # A user's own config has no family. GPT-2's MLP, four times as wide as the model, has no gate.
+        # a user's own config has no family; an MLP of four times the width, like GPT-2's, has no gate
         family = FAMILIES.get(kind) or Family(gated=wide != 4 * hidden or "rms_norm_eps" in known)
         counted = _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=family.gated, head=head)
         if family.positions:
@@ -127,19 +135,24 @@ class ModelShape:
 
     @classmethod
     def of_size(cls, params: float, *, seq_len: int | None = None) -> ModelShape:
-        """A Llama of about ``params`` parameters: the usual layers and width of that size, the MLP as wide as it takes.
+        """Return the shape of a Llama of about ``params`` parameters.
 
-        ``params`` of the result is what such a model counts, within a few per cent of what was asked for.
+        Width and layers are the usual ones of that size, and between the usual sizes the number of
+        layers follows. From 60 million on, the result's ``params`` is within a few per cent of the
+        argument. A smaller model comes out larger, because its two embedding tables are fixed.
+
+        Raises:
+            PlanError: ``params`` is no number of at least 1.
         """
         if not is_number(params) or params < 1:
             raise PlanError.of(f"params={params!r} is no number of parameters", "write 7e9 for 7 billion", "ModelShape")
         layers, hidden = min(_USUAL, key=lambda row: abs(math.log(row[0] / max(params, 1.0))))[1:]
         head = _HEAD if hidden % _HEAD == 0 and hidden >= 2048 else 64
-        # Between the usual sizes the number of layers follows; the MLP is Llama's 8/3 of the width.
+        # Llama's MLP: 8/3 of the width, rounded up to a multiple of 256
         wide = -(-8 * hidden // (3 * 256)) * 256
         block = _count(hidden, 1, hidden // head, hidden // head, wide, 0, tied=True)
         usual = _count(hidden, layers, hidden // head, hidden // head, wide, _VOCAB, tied=False)
-        if abs(usual / params - 1) > 0.06:  # nearer to a usual size, that one is meant
+        if abs(usual / params - 1) > 0.06:  # within 6 % of a usual size, that size is meant
             layers = max(1, round((params - 2 * _VOCAB * hidden) / block))
         counted = _count(hidden, layers, hidden // head, hidden // head, wide, _VOCAB, tied=False)
         sizes = layers, hidden, hidden // head, hidden // head, wide, _VOCAB, seq_len or _SEQUENCE
@@ -152,10 +165,10 @@ class ModelShape:
 
 
 def flops_per_token(shape: ModelShape, convention: str = "mosaicml") -> float:
-    """FLOPs of one trained token, forward and backward, by one of ``CONVENTIONS``.
+    """Return the FLOPs of one trained token, forward and backward, by one of ``CONVENTIONS``.
 
     Raises:
-        PlanError: no such convention.
+        PlanError: ``convention`` is not one of them.
     """
     attention = shape.layers * shape.hidden * shape.seq_len
     if convention == "mosaicml":
@@ -169,18 +182,25 @@ def flops_per_token(shape: ModelShape, convention: str = "mosaicml") -> float:
 
 
 def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a ``config.json`` says, with its model type's defaults for the rest, where transformers knows the type."""
+    """Return a ``config.json`` with its model type's defaults for missing keys.
+
+    If transformers is not installed or does not know the type, return ``config`` unchanged.
+    """
     given = dict(config)
     try:
         from transformers import AutoConfig
 
         return vars(AutoConfig.for_model(given.pop("model_type"), **given))
-    except Exception:  # not installed, or another release's file: what it says has to do
+    except Exception:  # transformers is not installed, or the file is of another release
         return config
 
 
 def _uncounted(kind: str, known: Mapping[str, Any], hidden: int, layers: int, experts: int) -> str:
-    """What keeps the fields ``known`` of a config of model type ``kind`` from being counted; empty if nothing does."""
+    """Return why a config cannot be counted, or an empty string.
+
+    ``known`` are its fields, ``kind`` is its model type. ``hidden``, ``layers`` and ``experts`` are
+    0 if the config has no such field.
+    """
     if not hidden or not layers:
         return f"a config with {', '.join(sorted(map(str, known))) or 'nothing'} says no width and number of layers"
     if (embedded := known.get("word_embed_proj_dim") or hidden) != hidden:  # OPT 350M
@@ -195,9 +215,10 @@ def _uncounted(kind: str, known: Mapping[str, Any], hidden: int, layers: int, ex
 
 
 def _mixture(known: Mapping[str, Any], experts: int, params: int | None, dense: ModelShape) -> ModelShape:
-    """``dense``, whose MLP is that of its dense layers, with experts in the others; biases and norms in heads left out.
+    """Return ``dense`` with experts in its sparse layers. ``dense.intermediate`` is the MLP of the dense layers.
 
-    Counted are transformers' ``modeling_*.py``: a router of a row an expert, and DeepSeek's attention of low rank.
+    The count follows transformers' ``modeling_*.py``: a router has one row for each expert, and
+    DeepSeek's attention is of low rank. Biases, and norms within heads, are left out.
     """
     layers, hidden, heads = dense.layers, dense.hidden, dense.heads
     every, plain = known.get("decoder_sparse_step") or 1, known.get("mlp_only_layers") or ()
@@ -234,20 +255,24 @@ def _count(
     head: int = 0,
     attention: int = 0,
 ) -> int:
-    """Parameters of a decoder without biases; ``attention`` are those of a layer's, where they follow from no heads."""
+    """Return the number of parameters of a decoder, without biases.
+
+    ``attention`` is the number of one layer's attention parameters. If it is 0, it follows from the
+    heads. ``head`` is a head's size, and ``tied`` is True if both embedding tables are one.
+    """
     head = head or hidden // max(heads, 1)
     attention = attention or 2 * hidden * head * (max(heads, 1) + kv_heads)
     mlp = (3 if gate else 2) * hidden * intermediate
     return layers * (attention + mlp + 2 * hidden) + (1 if tied else 2) * vocab * hidden + hidden
 
 
-# ---------------------------------------------------------------------- how a run of it is laid out over GPUs
+# ---------------------------------------------------------------------- layout over GPUs
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true")
 CHECKPOINTING = ("none", "selective", "full")
 NVLINK = ("full", "pairs", "none")
-#: Gbit/s between nodes where none is said: what nodes of a generation are sold with (DGX, and the clouds' equivalents)
+#: default Gbit/s between nodes by GPU: the network of a DGX, and of the clouds' equivalents
 _GBPS = {"a100": 1600.0, "h100": 3200.0, "h200": 3200.0, "b200": 3200.0, "gb200": 3200.0, "gh200": 400.0}
 _ETHERNET = 100.0
 _COUNTS = {"gpus", "tensor", "pipeline", "context", "micro_batch", "gpus_per_node", "data", "accumulate"}
@@ -255,7 +280,11 @@ _COUNTS = {"gpus", "tensor", "pipeline", "context", "micro_batch", "gpus_per_nod
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to run: ``data * tensor * pipeline * context`` GPUs; ``accumulate`` micro-batches an optimizer step."""
+    """A layout of a run over ``data * tensor * pipeline * context`` GPUs.
+
+    ``accumulate`` is the number of micro-batches in an optimizer step, ``micro_batch`` the number
+    of sequences in a micro-batch.
+    """
 
     gpu: GPU
     gpus: int
@@ -274,26 +303,26 @@ class Layout:
 
     @property
     def nodes(self) -> int:
-        """Nodes it takes."""
+        """The number of nodes, rounded up."""
         return -(-self.gpus // self.gpus_per_node)
 
     def link(self, ranks: int) -> float:
-        """Bytes/s in one direction between ``ranks`` neighbouring GPUs of a node."""
+        """Return bytes/s in one direction between ``ranks`` neighbouring GPUs of a node, by NVLink or PCIe."""
         wired = self.nvlink == "full" or (self.nvlink == "pairs" and ranks <= 2)
         return (wired and self.gpu.nvlink) or self.gpu.pcie
 
     def data_link(self) -> float:
-        """Bytes/s at which a rank takes part in a collective over all data-parallel ranks.
+        """Return a rank's bytes/s in a collective over all data-parallel ranks.
 
-        Between nodes the ranks of a node share its cards, and a ring passes each byte through a node once, so that a
-        rank sees the whole node's bandwidth.
+        Between nodes, a ring passes each byte through a node once. So a rank sees the bandwidth of
+        the whole node, although the node's ranks share its network cards.
         """
         inside = self.link(min(self.gpus, self.gpus_per_node))
         return inside if self.nodes == 1 else min(inside, self.interconnect_gbps * 1e9 / 8)
 
 
 def default_gbps(gpu: GPU) -> float:
-    """Gbit/s between nodes, where it is not said."""
+    """Return the default Gbit/s between nodes with this GPU."""
     return _GBPS.get(gpu.word.partition("-")[0], _ETHERNET)
 
 
@@ -308,9 +337,11 @@ def checked(
     interconnect_gbps: float | None = None,
     **words: Any,
 ) -> Layout | None:
-    """The layout that these words describe; all that is wrong with them goes into ``faults``, and there is none.
+    """Return the checked layout, or ``None`` after adding a fault for each wrong word.
 
-    ``words`` are further fields of :class:`Layout`; ``data`` and ``accumulate`` may be ``None``, and follow then.
+    Faults of the degrees are added too, but then the layout is returned. ``words`` are further
+    fields of :class:`Layout`, of which ``gpus`` is required. If ``data`` or ``accumulate`` is left
+    out or ``None``, it follows from the others. ``strategies`` are the allowed names.
     """
     card, mode = find(gpu, faults), precision_word(precision)
     if mode not in PRECISIONS:

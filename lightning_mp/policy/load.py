@@ -1,4 +1,4 @@
-"""Configs as plain mappings, whatever they came as, and where a key of one was written."""
+"""Read configs as plain mappings, and find the line in which a key was written."""
 
 import re
 from collections.abc import Generator, Iterator, Mapping
@@ -12,24 +12,26 @@ from lightning_mp.errors import Fault, Faults, PlanError, one_line
 from lightning_mp.policy.pieces import LossScaling
 from lightning_mp.policy.precision_policy import precision_fix, precision_word
 
-#: what a ``_target_`` may name besides a class whose fields are written out, and what builds it
+#: functions that a ``_target_`` may name, besides the classes below
 _CONSTRUCTORS = {
     f"LossScaling.{name}": getattr(LossScaling, name) for name in ["torch", "deepspeed", "megatron", "static"]
 }
 _CLASSES = ("MixedPrecisionPlan", "PrecisionPolicy", "LossScaling", "Pin", "Checkpointing", "NonFinite", "FP8")
-#: keys with which Hydra says what a mapping is built as
+#: Hydra's keys of a mapping that it instantiates
 HYDRA_KEYS = ("_target_", "_convert_", "_recursive_")
 
 
 def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict[str, Any]:
-    """A dict of plain values from a mapping, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
+    """Return a config as a dict.
 
-    ``_target_`` keys, with which Hydra names what to build, are read: those of a class are left out, since its
-    fields say the same; ``LossScaling.deepspeed`` and its kind are called.
+    ``config`` is a mapping, an OmegaConf ``DictConfig``, the path of a YAML file, or a precision.
+    Hydra's keys are left out. A mapping whose ``_target_`` names a function, such as
+    ``LossScaling.deepspeed``, becomes the object that the function returns.
 
     Raises:
-        PlanError: no such file, a file that is no YAML mapping, a missing value, an interpolation that leads nowhere, a
-            ``_target_`` that is none of this package's; all faults of one kind together.
+        PlanError: the file does not exist or is no YAML mapping, a value is missing, an
+            interpolation does not resolve, or a ``_target_`` is not one of this package's. All
+            faults of ``_target_`` keys are reported together.
     """
     if not isinstance(config, Mapping) and precision_word(config) and not Path(str(config)).is_file():
         return {"precision": config}
@@ -84,30 +86,39 @@ def _built(value: Any, path: str, faults: Faults) -> Any:
 
 
 class Places(dict[str, str]):
-    """Dotted keys and where each was written; of several places the one added last."""
+    """A mapping from dotted keys to the file and line of each. The place added last counts."""
 
     def add(self, path: Path) -> None:
-        """Note every key of a YAML file."""
+        """Add every key of a YAML file.
+
+        Raises:
+            OSError: the file cannot be read.
+            yaml.YAMLError: the file is no YAML.
+        """
         import yaml
 
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
         self.update((key, f"{path.name}:{line}") for key, line in _keys(node, ""))
 
     def of(self, key: str) -> str:
-        """`` (file:line)`` of the key, or of what it stands in; empty where that is not known."""
+        """Return `` (file:line)`` of the key, or of the nearest section around it; else an empty string."""
         while key and key not in self:
             key = key.rpartition(".")[0]
         return f" ({self[key]})" if key else ""
 
     def below(self, section: str, key: str) -> str:
-        """As :meth:`of`, for a key of ``section`` or, by its last part alone, of what stands in it."""
+        """Return :meth:`of` for a key of ``section``.
+
+        If ``section`` has no such key, and exactly one key below it ends with ``key``, return the
+        place of that one.
+        """
         full, within = (f"{section}.{key}", f".{section}.") if section else (key, "")
         deeper = [place for place in self if place.endswith(f".{key}") and within in f".{place}"]
         return self.of(full if full in self or len(deeper) != 1 else deeper[0])
 
 
 def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
-    """A fault of a plan, with the place of the key that it is about."""
+    """Return ``fault`` with ``section`` before its problem, and the place of its key after it if known."""
     key = re.match(r"pin '([^']*)'|(?:unknown key )?([\w.]+)", fault.problem)
     path = "" if key is None else key.group(2) or f"pins.{key.group(1)}"
     where = places.below(section, path) if path else places.of(section)
@@ -116,7 +127,11 @@ def plan_fault(fault: Fault, places: Places, section: str = "plan") -> Fault:
 
 @contextmanager
 def named_lines(config: object) -> Generator[None]:
-    """Faults of a plan are named with their lines, where ``config`` is the path of a YAML file."""
+    """Add file and line to the faults of a PlanError within, if ``config`` is the path of a YAML file.
+
+    Faults whose line is unknown are given the file's name. For another ``config`` the PlanError is
+    raised unchanged.
+    """
     from yaml import YAMLError
 
     try:
@@ -125,7 +140,7 @@ def named_lines(config: object) -> Generator[None]:
         if not isinstance(config, (str, PathLike)) or not Path(config).is_file():
             raise
         path, places = Path(config), Places()
-        with suppress(YAMLError, OSError, ValueError):  # which is the fault then
+        with suppress(YAMLError, OSError, ValueError):  # the PlanError reports this error already
             places.add(path)
         placed = [plan_fault(fault, places, "") for fault in error.faults]
         named = [
@@ -135,7 +150,10 @@ def named_lines(config: object) -> Generator[None]:
 
 
 def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    """The dotted keys below ``node`` and their lines, from 1."""
+    """Yield the dotted keys below ``node``, and their lines counted from 1.
+
+    An entry of a list is named by its index. If it has a ``pattern``, it is named by that too.
+    """
     if getattr(node, "id", "") == "mapping":
         for key, value in node.value:
             name = f"{prefix}.{key.value}" if prefix else str(key.value)
@@ -146,5 +164,5 @@ def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
             yield f"{prefix}.{index}", value.start_mark.line + 1
             yield from _keys(value, f"{prefix}.{index}")
             for key, item in value.value if value.id == "mapping" else ():
-                if key.value == "pattern":  # by which a pin is named
+                if key.value == "pattern":  # a fault names a pin by its pattern
                     yield f"{prefix}.{item.value}", item.start_mark.line + 1

@@ -69,8 +69,8 @@ class RunFolder:
         """Create and lock the folder ``path`` for the callback named ``writer``, and return it.
 
         ``owner`` is the run's Trainer. Later writers of the same Trainer share the folder.
-        The first writer of a fresh run deletes the files of an earlier run. With ``resumed_at``, the step at
-        which the run resumes, files are kept, and readings of steps that run again are dropped.
+        The first writer of a fresh run deletes the files of an earlier run. With ``resumed_at``,
+        the step at which the run resumes, it keeps them and drops readings of steps that run again.
 
         Raises:
             InUseError: another run is writing there. Or the folder holds files that this package

@@ -260,8 +260,8 @@ class RunLog:
     def open(self, trainer: Trainer, run_dir: RunDir) -> None:
         """Open the run's folder on rank 0, and write ``run.json``. A collective: every rank must call it.
 
-        With ``run_dir=None`` the run gets a folder of its own. A CSVLogger or TensorBoardLogger has
-        a version folder, which is used. For another first logger it is ``lightning_mp_run`` in its
+        With ``run_dir=None`` the run gets a folder of its own. For a CSVLogger or TensorBoardLogger
+        it is the version folder. For another first logger it is ``lightning_mp_run`` in its
         ``<save_dir>/<name>/<version>``, and without a logger in ``default_root_dir``. If an earlier
         run is there, it is ``lightning_mp_run_2`` and so on.
 

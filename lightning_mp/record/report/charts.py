@@ -13,7 +13,7 @@ from lightning_mp.errors import number
 from lightning_mp.record import metric_names as names
 from lightning_mp.record.report.load import Run, Series
 
-#: the most points of a series, about two for every pixel of a wide chart, and marked alerts of a run
+#: the most points of a series, about two for every pixel of a wide chart; the most marks of a run
 MAX_POINTS, MAX_MARKS = 3000, 300
 Scale = Literal["linear", "log", "log2", "share"]
 

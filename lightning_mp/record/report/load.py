@@ -116,8 +116,8 @@ def _is_audit_row(row: Any) -> bool:
 def _lines(run: Run, name: str, read: Callable[[dict[str, Any]], T | None]) -> list[T]:
     """Return the result of ``read`` for each line of JSON. If the file is missing, the list is empty.
 
-    A line is unreadable if it is no JSON object, or ``read`` returns ``None``: a killed run leaves a
-    partial line. Unreadable lines, and lines of a newer format version, are left out and noted in
+    A line is unreadable if it is no JSON object, or ``read`` returns ``None``. A killed run leaves
+    a partial line. Unreadable lines, and lines of a newer format version, are left out and noted in
     the run's ``faults``.
     """
     path, rows, unread, too_new = run.path / name, list[T](), 0, ""

@@ -24,8 +24,8 @@ def verdict(run: Run) -> str:
     """Return a sentence or two about the run.
 
     The first says that all steps were skipped, or at which step the run failed, or how the loss
-    changed. If the run failed or had an error, the second names its earliest alert. Else the first
-    ends with the number of alerts.
+    changed. If the run failed or had an error, the second names its earliest alert. For
+    other runs the first ends with the number of alerts.
     """
     first, steps, skips = _first_sign(run), run.last_step or 0, run.finite(names.SKIPPED_STEPS)
     if skips and skips[-1] > steps:  # steps count from 0
