@@ -1,4 +1,4 @@
-"""Forward passes that hooks and callbacks make between the steps of a run, and the weights that they gather."""
+"""``BetweenSteps``: gather weights for forward passes of hooks and callbacks between steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from lightning_mp.compat.torch_sharding import GatherExtension, HalfGather, Unit
 from lightning_mp.modules.outermost import OutermostCalls
 from lightning_mp.numerics.dtypes import tensors_in
 
-#: the attribute of a module in which what looks after it is kept from the end of a run to the next one
+#: the attribute of a module that keeps its ``BetweenSteps`` from the end of a run to the next run
 _KEPT_AS = "_lmp_between_steps"
 
 
 class BetweenSteps:
-    """Makes a forward pass outside of the Trainer's steps, of any module below ``root``, one as under DDP.
+    """Hooks that let code call modules of ``root`` outside of the Trainer's steps, as under DDP.
 
-    The root's own weights are gathered when such a call begins, and every weight is sharded again when it ends. So
-    what hooks write to afterwards is the shards, and the next step gathers the weights as they are by then.
-    Outside of autocast to ``dtype`` all weights are gathered as they are stored, because nothing there casts them.
+    The root's own weights are gathered when such a call begins, and all weights are resharded when
+    it ends. A hook then writes to the shards, and the next step gathers the written values. Weights
+    of FP8 are gathered as they are stored. Under autocast to ``dtype``, weights of ``halves`` are
+    gathered in half. Otherwise they are gathered as they are stored, because nothing casts the
+    inputs.
     """
 
     def __init__(
@@ -42,24 +44,26 @@ class BetweenSteps:
         units = [part for part in root.modules() if isinstance(part, FSDPModule)]
         #: modules whose weights torch gathers itself
         self._in_units = {root}.union(*(part.modules() for part in units if part is not root))
-        #: whether weights are gathered in the half dtype, and in FP8, if they can be
+        #: True while ``halves`` are gathered in the half dtype
         self._in_half = True
-        #: weights that are gathered in FP8 in steps, while they are gathered as they are stored
+        #: weights that steps gather in FP8, and that are gathered as they are stored until the next
+        #: step
         self._taken_out: list[GatherExtension] = []
         self._calls = OutermostCalls(root, self._begin, self._end)
         self._call = ExitStack()
 
     def start(self) -> None:
-        """Look after such calls from now on, in place of what a run before left on the modules."""
+        """Register the hooks, and remove those that an earlier run left on the modules."""
         before: BetweenSteps | None = vars(self._module).pop(_KEPT_AS, None)
         if before is not None:
             before._calls.stop()
         self._calls.start()
 
     def end_run(self) -> None:
-        """Keep looking after such calls, as the module stays sharded: ``on_fit_end`` comes after the strategy's end.
+        """Move the hooks to the modules if ``root`` is an FSDP2 unit, else remove them.
 
-        No weight is gathered in half any more.
+        The module stays sharded after the run, and ``on_fit_end`` is called after the strategy's
+        teardown. Switches between half or FP8 and stored weights are no longer made.
         """
         self._halves, self._in_fp8 = (), ()
         self._taken_out.clear()
@@ -70,13 +74,16 @@ class BetweenSteps:
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:
-        """Around a step of the Trainer, in which weights are gathered as the plan declares."""
+        """Gather weights as the plan declares. Within the context the hooks are paused."""
         self.gather_as_in_steps()
         with self._calls.paused():
             yield
 
     def gather_as_in_steps(self) -> None:
-        """Gather weights as the plan declares from now on; if that changes anything, what is gathered is freed."""
+        """Gather weights as the plan declares from now on.
+
+        If that is a change, reshard all weights.
+        """
         if not self._in_half:
             self._units.reshard()
             self._in_half = True
@@ -88,7 +95,11 @@ class BetweenSteps:
                 self._taken_out.pop().use(True)
 
     def _gather_as_stored(self, *, halves: bool) -> None:
-        """Gather the FP8 weights as they are stored from now on, and those in half as well if ``halves``."""
+        """Gather FP8 weights as they are stored from now on.
+
+        If that is a change, reshard all weights. If ``halves``, the weights of ``self._halves`` are
+        gathered as they are stored too. Otherwise they are gathered in half.
+        """
         taken_out = [weight for weight in self._in_fp8 if weight.extended]
         if taken_out or self._in_half == halves:
             self._units.reshard()
@@ -101,10 +112,11 @@ class BetweenSteps:
                 weight.use(half=not halves)
 
     def _begin(self, module: nn.Module) -> None:
-        if torch.is_inference_mode_enabled():  # tensors that are made for gathered weights serve later steps as well
+        if torch.is_inference_mode_enabled():  # later steps reuse tensors that a gather allocates
             self._call.enter_context(torch.inference_mode(False))
             self._call.enter_context(torch.no_grad())
-        # Torch's attention layers call their children, whose hooks gather, instead of reading their weights.
+        # Without the fast path, torch's attention layers call their children, and the children's
+        # hooks gather.
         self._call.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         kind = self._device.type

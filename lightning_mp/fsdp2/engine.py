@@ -1,7 +1,9 @@
-"""The step where each rank holds a shard of every parameter: FSDP2, tensor parallel, FSDP1; and what is watched there.
+"""``ShardedEngine``: the optimizer step on sharded parameters, and checks of it.
 
-A shard is unscaled, checked and stepped as a whole parameter is; the norm and the replay have to know of the others.
-Ranks that gather other weights than one another, or in another order, would wait for ever.
+The parameters are sharded by FSDP2, tensor parallelism or FSDP1.
+
+A shard is unscaled, checked and stepped like a whole parameter. The gradient norm is a sum over all
+shards. All ranks must gather the same weights in the same order. Otherwise they deadlock.
 """
 
 from __future__ import annotations
@@ -38,22 +40,23 @@ _UNITS = (FSDPModule, FullyShardedDataParallel)
 
 
 class ShardedEngine(StepEngine):
-    """Carries a policy out on sharded parameters."""
+    """The step engine of a policy on sharded parameters."""
 
     evaluates_once = "on sharded parameters"
     steps = (("DTensors", "sharded parameters"),)
 
-    #: the groups that plain gradients are split over
+    #: the process groups over which FSDP1 splits gradients, empty under FSDP2
     _flat_groups: grads.Groups = ()
     _unused: sharding_compat.UnusedParameters | None = None
     _reads: ShardReads | None = None
     _skipped: SkippedUnits | None = None
 
     def prepare(self, module: nn.Module) -> None:
-        """Change the module as the base class does.
+        """Cast and convert the module in place, as the base class does.
 
         Raises:
-            PlanError: a module's own ``_apply`` keeps a parameter in another dtype. Units were laid out without it.
+            PlanError: a module's own ``_apply`` keeps a parameter in another dtype than the units
+                were planned with.
         """
         stored = self.stored_dtypes()
         expected = [(name, parameter, stored(parameter)) for name, parameter in module.named_parameters()]
@@ -99,7 +102,7 @@ class ShardedEngine(StepEngine):
                 self._connected.callback(self._skipped.release)
 
     def on_trained_changed(self) -> None:
-        """Raise a RuntimeError within an accumulation window under FSDP1, whose flat gradients would lose it."""
+        """Raise RuntimeError under FSDP1 in an accumulation window: its gradients would be lost."""
         if self._flat_groups and self.pending:
             given = "parameters frozen or unfrozen within an accumulation window, with FSDP1"
             raise RuntimeError(str(Fault(given, fix="change them after a step, or use strategy='mp_fsdp2'")))
@@ -109,13 +112,17 @@ class ShardedEngine(StepEngine):
         super().unscale(optimizer)
 
     def training_step(self) -> AbstractContextManager[Any]:
-        """As in the base class."""
+        """Return the context of a training step, and forget a layer stack's forward that failed."""
         if self._skipped is not None:
             self._skipped.begin_step()
         return super().training_step()
 
     def first_step(self, method: str) -> AbstractContextManager[Any]:
-        """As in the base class; what takes the shape of a sharded weight is seen to in every step."""
+        """Return the base class's context of a step.
+
+        If that is empty and ``ShardReads.needed``, return the ``ShardReads``: code of the step
+        takes a weight's shape.
+        """
         around = super().first_step(method)
         return self._reads if around is NOTHING and self._reads and self._reads.needed else around
 
@@ -125,7 +132,14 @@ class ShardedEngine(StepEngine):
             yield
 
     def after_backward(self) -> None:
-        """Reduce partial gradients, and unscale them, before users look at them."""
+        """Finish the backward pass: every rank must call it.
+
+        Parameters that no rank used lose their gradient. Under manual optimization, partial
+        gradients are summed and unscaled, because users clip before they step.
+
+        Raises:
+            PlanError: a shard unit ran on some ranks only.
+        """
         if self._unused is not None:
             self._unused.finish_backward()
         if self.manual:
@@ -133,21 +147,30 @@ class ShardedEngine(StepEngine):
         super().after_backward()
 
     def release(self) -> None:
-        """Let go of FSDP2's units too, as a new run finds them also after a failure, and of what was shadowed."""
+        """Undo the changes of the run.
+
+        Reset FSDP2's units, which a failed step leaves in the midst of it.
+        """
         if self._module is not None:
             sharding_compat.reset_units(self._module)
         super().release()
         self._reads = self._unused = self._skipped = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Clip by the norm over all shards, in fp32."""
+        """Clip by the global 2-norm over all shards, in fp32. Note it in ``last_norm``.
+
+        A collective.
+        """
         parameters = grads.parameters_of(optimizer)
         self.last_norm = grads.global_norm(parameters, self.device, self._flat_groups)
         grads.clip_to_(parameters, max_norm, self.last_norm)
 
 
 def flat_groups(model: nn.Module | None) -> grads.Groups:
-    """The process group over which FSDP1 splits flat parameters, if it does."""
+    """Return the process group over which FSDP1 splits ``model``, in a tuple.
+
+    Any other model has an empty tuple.
+    """
     if not isinstance(model, FullyShardedDataParallel):
         return ()
     group = model.process_group
@@ -156,20 +179,23 @@ def flat_groups(model: nn.Module | None) -> grads.Groups:
 
 
 def _reshard_before_step(units: sharding_compat.Units, *_step: Any) -> None:
-    """Free gathered weights before an optimizer steps, because it changes the shards.
+    """Reshard all weights before an optimizer steps, because the step changes the shards.
 
-    A forward pass between the backward pass and the step leaves the root's weights gathered. An optimizer that steps
-    in a backward pass is left alone, because that pass still needs them.
+    A forward pass between the backward pass and the step leaves the root's weights gathered. Within
+    a backward pass nothing is resharded, because that pass still needs the weights.
     """
     if not in_backward():
         units.reshard()
 
 
-# ------------------------------------------------------------------ what is watched
+# ------------------------------------------------------------------ checks in the step
 
 
 class WholeNorms(TorchFunctionMode):
-    """Within it, the norm of a gradient of which this rank has a shard is that of the whole, also Lightning's."""
+    """A torch function mode: ``Tensor.norm`` of a DTensor is the norm of the whole tensor.
+
+    Lightning logs gradient norms with it. The call is a collective for a sharded tensor.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -177,7 +203,11 @@ class WholeNorms(TorchFunctionMode):
 
 
 def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> AbstractContextManager[None]:
-    """Within, ``clip_grad_norm_`` clips the engine's gradients by the norm over ``groups``."""
+    """Return a context in which ``clip_grad_norm_`` takes the norm over ``groups``.
+
+    It then is a collective, for gradients of the engine's optimizers and for an empty list. Other
+    gradients are clipped by torch's own norm.
+    """
 
     def total(
         own: Callable[..., Tensor],
@@ -199,13 +229,20 @@ def sum_total_norms(engine: StepEngine, groups: Callable[[], grads.Groups]) -> A
 
 
 class ShardReads(TorchFunctionMode):
-    """Within it, what is computed from the piece of a weight, of which a gradient would be taken, is refused.
+    """A torch function mode that refuses to compute with the shard of a weight.
 
-    Torch would go on with the piece, or fail later without a name. What takes a weight's shape or dtype alone, as
-    ``weight.new_zeros(...)`` does, gives a plain tensor, as under DDP.
+    Torch would compute with the shard, or fail later without the weight's name. A function that
+    reads a weight's shape or dtype only, such as ``weight.new_zeros(...)``, returns a plain tensor
+    of the whole shape, as under DDP.
 
-    ``pieces`` are what this rank holds of weights (``None``: every parameter), ``away`` says whether one of them is
-    sharded at that moment.
+    Args:
+        module: the module that names the weights.
+        pieces: this rank's shards. ``None``: every parameter of ``module``.
+        away: return True if the weight of a shard is sharded at the moment.
+
+    Raises:
+        PlanError: from a call in the mode, if it fails on such a shard, or if its result requires a
+            gradient.
     """
 
     def __init__(
@@ -218,13 +255,15 @@ class ShardReads(TorchFunctionMode):
         held = set(map(id, module.parameters() if pieces is None else pieces))
         self._names = {id(one): plain_name(name) for name, one in module.named_parameters() if id(one) in held}
         self._module, self._away = module, away
-        #: a step took such a result: every one does
+        #: True after a function took the shape or dtype of a sharded weight: the mode is then
+        #: entered in every step
         self.needed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # of what is cast like a second tensor, the values of that one are not read
+        # x.type_as(weight) and x.to(weight) read no value of the weight
         first, others = (args[:1], args[1:]) if func in _CASTS_AS else ((), args)
-        # without gradients in training an optimizer makes its state, which is sharded as the weight is
+        # in training without gradients, an optimizer makes its state, which has to be sharded as
+        # the weight is
         stepping = self._module.training and not torch.is_grad_enabled()
         if not stepping and (first or reads_no_value(getattr(func, "__name__", ""))):
             plain = map_tensors([others, kwargs], self._without_values)
@@ -257,11 +296,22 @@ def _refused(name: str) -> PlanError:
 
 
 class FirstForward:
-    """Compares which ``units`` the ranks enter, and in which order, until ``release``; each time is a device sync.
+    """Hooks that check that all ranks enter the same ``units`` in the same order.
 
-    In the first forward of ``root`` in training, and the first in evaluation, at each unit whose weights it has to
-    gather; with ``again`` also at the end of each later one in training, before backward gathers what a rank has used.
-    The hooks are not compiled where a part is ``compiled``.
+    The first forward of ``root`` in training and the first in evaluation are checked, until
+    ``release``. Ranks compare at each unit for which ``gathers`` is True, and at the end of the
+    forward. If ``again``, they also compare at the end of each later forward in training, before
+    backward gathers. Each comparison is a collective and a device sync. It raises PlanError on
+    every rank if ranks differ.
+
+    Args:
+        root: the module whose forward is the step.
+        units: the units by name.
+        device: the device on which ranks compare.
+        gathers: return True if entering the unit gathers weights.
+        compiled: True if a part of ``root`` is compiled. The hooks then stay eager.
+        again: compare in later training forwards too.
+        group: the process group of the comparison, ``None`` for all ranks.
     """
 
     def __init__(
@@ -278,11 +328,11 @@ class FirstForward:
         self._names, self._device, self._group = [*units, "the end of the step"], device, group
         self._gathers, self._again = gathers, again
         self._active = False
-        #: how many forwards of the root are under way: a step that calls ``self(x)`` is one, with one inside
+        #: the number of nested forwards of the root: 2 if a step calls ``self(x)``
         self._depth = 0
-        #: the modes, training or not, of which the first forward was compared
+        #: the values of ``root.training`` whose first forward was compared
         self._known = set[bool]()
-        #: the places in ``_names`` of the units that were entered, in their order
+        #: the indices in ``_names`` of the entered units, in order
         self._entered: list[int] = []
         self._places = {id(unit): place for place, unit in enumerate(units.values())}
         eager: Any = torch.compiler.disable if compiled else lambda hook: hook  # type: ignore[misc]
@@ -292,12 +342,15 @@ class FirstForward:
         self._hooks.append(root.register_forward_hook(self._end))
 
     def release(self) -> None:
-        """Leave the modules."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def note(self, unit: nn.Module) -> None:
-        """Note that a unit is gathered for a forward that does nothing."""
+        """Treat ``unit`` as entered, because an idle forward gathers it.
+
+        Ranks may compare: see the class.
+        """
         self._enter(self._places[id(unit)], unit, ())
 
     def _begin(self, root: nn.Module, _inputs: Any) -> None:
@@ -323,7 +376,10 @@ class FirstForward:
                 self._compare()
 
     def _compare(self) -> None:
-        """Raise on every rank where one has entered another unit than this one, or is at the end before it."""
+        """Raise PlanError on every rank if ranks entered different units. A collective.
+
+        A rank that is at the end of the step earlier than another one differs too.
+        """
         ranks = apart(self._entered, self._device, self._group)
         for places in zip_longest(*ranks, fillvalue=len(self._names) - 1):
             if len(set(places)) > 1:

@@ -1,4 +1,7 @@
-"""Folders of shards, written to any path of fsspec's: at once, or from a copy on the host while training goes on."""
+"""Write and read folders of shards, on any path that fsspec knows.
+
+A folder is written at once, or from a copy on the host while training goes on.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,14 +31,17 @@ _WEIGHTS = "state_dict"
 
 
 def _write(path: str, content: Mapping[str, Any], group: Any, *, extra: bytes | None, first_of_node: bool) -> None:
-    """Write one rank's shards, and on the first rank what else there is, as ``torch.save`` wrote it."""
+    """Write this rank's shards of ``content``. A collective over ``group``.
+
+    ``extra`` is the rest of the checkpoint as ``torch.save`` wrote it, on the first rank only.
+    """
     if first_of_node:
         folders.begin(path)
     dist.barrier(group)
     place = folders.unfinished(path)
     if extra is not None:
         formats.write_bytes(f"{place}/{SHARDED_EXTRA}", extra)
-    # the index comes last, so that nothing of a folder whose writing was broken off is taken for a checkpoint
+    # the index is written last, so that a folder whose writing broke off is no checkpoint
     shards.save({**content}, storage_writer=shard_storage(place, writes=True), process_group=group)
     dist.barrier(group)
     if first_of_node:
@@ -43,30 +49,43 @@ def _write(path: str, content: Mapping[str, Any], group: Any, *, extra: bytes | 
 
 
 def _remove_after(writing: Future[None], remove: Callable[[], object]) -> None:
-    """Remove an older checkpoint if ``writing``, which has ended, did not fail."""
+    """Call ``remove`` if ``writing`` ended without an error."""
     if writing.exception() is None:
         remove()
 
 
 class Saves:
-    """Writes folders of shards, at most one at a time.
+    """A writer of folders of shards, at most one at a time.
 
-    ``later`` copies to the host what is to be written, and writes it in a thread, over a process group of its own.
-    A rank waits for the others in that group for at most ``timeout``, or as long as torch does if it is None.
+    If ``later``, tensors are copied to the host, and a thread writes them over its own gloo process
+    group. A rank waits for the others in that group for at most ``timeout``. ``None`` is torch's
+    default.
     """
 
     def __init__(self, *, later: bool, timeout: timedelta | None = None) -> None:
         self._later, self._timeout = later, timeout
         self._thread: ThreadPoolExecutor | None = None
         self._group: Any = None
-        #: what the thread has to do: write a checkpoint, and then remove older ones
+        #: the thread's tasks: write a checkpoint, then remove older ones
         self._writing: Future[None] | None = None
         self._removing: list[Future[None]] = []
 
     def save(self, checkpoint: dict[str, Any], path: str, *, first: bool, first_of_node: bool, fitting: bool) -> None:
-        """Write a checkpoint of Lightning's; every rank calls it. Outside of a fit nothing would wait for the thread.
+        """Write Lightning's ``checkpoint`` into the folder ``path``.
 
-        Raises whatever ended the save before.
+        A collective: every rank calls it.
+
+        The weights and optimizer states are taken out of ``checkpoint``. Outside of a fit the
+        folder is written at once even if ``later``, because nothing would wait for the thread.
+
+        Raises the error that ended the previous save.
+
+        Args:
+            checkpoint: the checkpoint as Lightning makes it.
+            path: the folder.
+            first: True on the rank that writes all but the shards.
+            first_of_node: True on the rank of a node that makes and renames the folder.
+            fitting: True within a fit.
         """
         self.wait()
         content = {_WEIGHTS: checkpoint.pop(_WEIGHTS)}
@@ -86,9 +105,9 @@ class Saves:
         self._writing = self._thread.submit(write, copied, self._group)
 
     def remove(self, remove: Callable[[], object]) -> None:
-        """Remove an older checkpoint at once, or once the one that is being written is whole.
+        """Call ``remove``, which deletes an older checkpoint, at once or after the present save.
 
-        It stays if that one does not become whole.
+        The older checkpoint stays if that save fails.
         """
         writing = self._writing
         if writing is None or self._thread is None:
@@ -97,9 +116,9 @@ class Saves:
             self._removing.append(self._thread.submit(_remove_after, writing, remove))
 
     def wait(self) -> None:
-        """Wait until what is being written is whole, and older checkpoints are removed.
+        """Wait until the present save is complete and older checkpoints are removed.
 
-        Raises whatever ended the writing or a removal.
+        Raises the error that ended the save or a removal.
         """
         writing, self._writing = self._writing, None
         removing, self._removing = self._removing, []
@@ -109,7 +128,7 @@ class Saves:
             removal.result()
 
     def close(self) -> None:
-        """Wait, and give the thread and its process group back."""
+        """Wait as ``wait`` does, then end the thread and its process group, also after an error."""
         thread, self._thread = self._thread, None
         try:
             self.wait()
@@ -120,9 +139,13 @@ class Saves:
 
 
 def load_weights(path: str, model: nn.Module, names: Collection[str], *, strict: bool) -> None:
-    """Load each rank's shards of the weights of a folder, which are called ``names``, into ``model``.
+    """Load this rank's shards of a folder's weights into ``model``. Every rank calls it.
 
-    A weight that the folder lacks keeps its value, unless ``strict``: then ``load_state_dict`` raises a RuntimeError.
+    ``names`` are the names of the weights in the folder. A weight of ``model`` that the folder
+    lacks keeps its value.
+
+    Raises:
+        RuntimeError: ``strict``, and the folder lacks a weight of ``model``.
     """
     own_names = {plain_name(name): name for name in model.state_dict()}
     weights = {name: value for name, value in get_model_state_dict(model).items() if name in names}
@@ -132,7 +155,10 @@ def load_weights(path: str, model: nn.Module, names: Collection[str], *, strict:
 
 
 def load_states(path: str, model: nn.Module, optimizers: Any) -> None:
-    """Load each rank's shards of the optimizer states of a folder into ``optimizers``."""
+    """Load this rank's shards of a folder's optimizer states into ``optimizers``.
+
+    Every rank calls it.
+    """
     for index, optimizer in enumerate(optimizers):
         name = f"{OPTIMIZER}{index}"
         state = {name: get_optimizer_state_dict(model, optimizer)}
@@ -142,5 +168,5 @@ def load_states(path: str, model: nn.Module, optimizers: Any) -> None:
 
 
 def load_extra(path: str, *, weights_only: bool | None) -> dict[str, Any]:
-    """Return what a folder holds beside its shards."""
+    """Return the part of a folder's checkpoint that is not in shards."""
     return formats.load(f"{path}/{SHARDED_EXTRA}", weights_only=weights_only)

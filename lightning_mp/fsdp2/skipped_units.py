@@ -1,4 +1,4 @@
-"""Units that a rank leaves out of a training forward (LayerDrop), gathered there as on other ranks."""
+"""``SkippedUnits``: gather units that this rank leaves out of a training forward (LayerDrop)."""
 
 from __future__ import annotations
 
@@ -17,37 +17,44 @@ from lightning_mp.compat.torch_sharding import enter_unit, leave_unit, ranks_apa
 from lightning_mp.modules.patterns import has_own_forward, named_submodules, original_class
 from lightning_mp.numerics.dtypes import map_tensors, tensors_in
 
-#: of that many modules, a forward that runs one does not leave the others out at random
+#: if a forward runs only one of this many modules or more, the modules are heads, not layers
 _MANY = 8
 
 
 class Stack:
-    """The units in one ``ModuleList``, in their order, and how far the forward of the module around it has come."""
+    """The units of one ``ModuleList`` in order, and how far the forward of ``parent`` is."""
 
     def __init__(self, parent: nn.Module, layers: Sequence[nn.Module]) -> None:
         self.parent, self.layers = parent, list(layers)
-        #: of each layer, the units inside it
+        #: for each layer, the units inside it
         self.inside = [
             [part for part in layer.modules() if isinstance(part, FSDPModule) and part is not layer] for layer in layers
         ]
-        #: the last layer that was entered, -1 before the first; of each forward of the root and the parent under way
+        #: for each forward of the root and the parent under way: the index of the last entered
+        #: layer, -1 before any
         self.passed = [-1]
-        #: the layer that is running, and the order in which the units inside a layer were entered
+        #: the index of the running layer, and the order in which units inside a layer were entered
         self.running: int | None = None
         self.order: list[int] = []
-        #: whether layers are entered in their order; ``decided`` after the first step
+        #: True if layers are entered in order. ``decided`` is True after the first step.
         self.in_order = True
         self.decided = False
-        #: a pass ran one of many, which are then heads rather than layers
+        #: True after a forward ran only one of many modules, which are then heads
         self.picks_one = False
-        #: its layers join several inputs that have gradients, as those of a decoder join what an encoder made
+        #: True if a layer has several inputs with gradients, such as a decoder's layer
         self.joins = False
         self._entered = 0
-        #: a forward ran layers: one that runs none has left them all out
+        #: True after a forward ran a layer. A later forward without any has left all of them out.
         self._ran = False
 
     def enter(self, place: int) -> list[int]:
-        """Note that a layer is entered; return which layers before it were left out."""
+        """Note that the layer at ``place`` is entered.
+
+        Return the indices of skipped layers before it.
+
+        The list is empty if layers do not run in order. If ``parent`` starts over, it has the rest
+        of the stack too.
+        """
         last = self.passed[-1]
         self.passed[-1] = self.running = place
         self._entered += 1
@@ -60,7 +67,10 @@ class Stack:
         return [*range(last + 1, len(self.layers)), *range(place)]  # the parent runs them once more
 
     def end(self) -> list[int]:
-        """Note that a forward is over; return which layers at the end were left out."""
+        """Note that a forward is over. Return the indices of the skipped layers at its end.
+
+        The list is empty if layers do not run in order, and if no forward has run a layer yet.
+        """
         last = self.passed.pop()
         self.running = None
         if last < 0 and not self._ran:
@@ -72,11 +82,20 @@ class Stack:
 
 
 class SkippedUnits:
-    """Has every rank gather every layer of a stack in training, also those that this rank leaves out of a forward.
+    """Hooks by which every rank gathers every layer of a stack in training.
 
-    A stack is a ``ModuleList`` of units of one class that run in their order: Hugging Face's speech models drop layers
-    of it at random, by rank. What a layer would be given passes through it unchanged, so that its weights are gathered,
-    and its gradients summed, where other ranks do so. A layer that no rank uses has no gradient, as under DDP.
+    A stack is a ``ModuleList`` of units of one class that run in order. Hugging Face's speech
+    models drop its layers at random, by rank. The inputs of a dropped layer pass through it
+    unchanged. Its weights are then gathered, and its gradients reduced, at the same point as on
+    other ranks. ``UnusedParameters`` takes the gradient away from a layer that no rank uses.
+
+    Args:
+        root: the module whose forward is the step.
+        device: the device of the all-reduce after the first step.
+        notes: functions that are called with each unit before an idle forward of it.
+
+    Raises:
+        PlanError: from a forward, if a skipped layer cannot be passed through.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, notes: Sequence[Callable[[nn.Module], None]]) -> None:
@@ -89,7 +108,7 @@ class SkippedUnits:
                 self._stacks.append(Stack(parent, layers))
             if len(units) == len(layers) or not any(_has_units(layer) for layer in layers):
                 self._patches.enter_context(seen_as_whole(parent))
-        #: the ranks agreed which stacks run in their order
+        #: True after the ranks agreed which stacks run in order
         self._agreed = False
         self._hooks: list[Any] = []
         for stack in self._stacks:
@@ -99,13 +118,13 @@ class SkippedUnits:
             self._hooks.append(root.register_forward_hook(self._end_root, prepend=True))
 
     def release(self) -> None:
-        """Leave the modules."""
+        """Remove the hooks and patches."""
         self._patches.close()
         while self._hooks:
             self._hooks.pop().remove()
 
     def begin_step(self) -> None:
-        """Forget a forward that failed."""
+        """Forget a forward that failed in an earlier step."""
         for stack in self._stacks:
             stack.passed, stack.running = [-1], None
 
@@ -118,7 +137,7 @@ class SkippedUnits:
             for number, unit in enumerate(stack.inside[place]):
                 enter = partial(self._enter_inside, stack, place, number)
                 hooks.append(unit.register_forward_pre_hook(enter, prepend=True))
-        if stack.parent is not root:  # of which a step may be several forwards, and run other modules as well
+        if stack.parent is not root:  # a step may be several forwards of the root
             begin: Any = partial(self._begin, stack)
             end: Any = partial(self._end, stack)
             hooks.append(stack.parent.register_forward_pre_hook(begin, prepend=True))
@@ -145,12 +164,15 @@ class SkippedUnits:
         if not parent.training or in_backward():
             return None
         left_out = stack.end()
-        if stack.joins and len(left_out) == len(stack.layers):  # the other inputs' gradients would be missed
+        if stack.joins and len(left_out) == len(stack.layers):  # other inputs would get no gradient
             raise ranks_apart(f"a rank that leaves out every layer of a {original_class(parent).__name__}")
         return self._pass(stack, left_out, output)
 
     def _pass(self, stack: Stack, places: list[int], data: Any) -> Any:
-        """``data`` with its tensors passed through the layers at ``places``; ``None`` where there are none."""
+        """Return ``data`` with its floating tensors passed through the layers at ``places``.
+
+        Without ``places`` return ``None``, which a hook returns to change nothing.
+        """
         if not places:
             return None
         tensors = tensors_in(data)
@@ -181,12 +203,15 @@ class SkippedUnits:
                 stack.passed.append(-1)
 
     def _end_root(self, root: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Pass through the last layers of stacks that the root's forward, or a step, runs itself."""
+        """Return the output, passed through the last layers of stacks that the root runs itself.
+
+        In the first step this is a collective: see ``_agree``.
+        """
         if not root.training or in_backward():
             return None
         changed = output
         for stack in self._stacks:
-            if stack.passed[-1] < 0:  # its parent ran it, or nobody did
+            if stack.passed[-1] < 0:  # its parent ran it, or no module did
                 stack.passed.pop()
                 continue
             passed = self._pass(stack, stack.end(), changed)
@@ -196,7 +221,10 @@ class SkippedUnits:
         return changed
 
     def _agree(self) -> None:
-        """After the first step, go on with a stack where a rank found it in order; ranks then do the same."""
+        """Keep a stack if some rank found its layers in order and no heads.
+
+        A collective, after the first step.
+        """
         self._agreed = True
         flags = [float(stack.in_order and not stack.picks_one) for stack in self._stacks]
         agreed = torch.tensor(flags, device=self._device)
@@ -210,7 +238,10 @@ def _has_units(module: nn.Module) -> bool:
 
 
 def _module_lists(root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """The modules in each ``ModuleList`` that holds several of one class, and the module whose forward runs them."""
+    """Yield each ``ModuleList`` of two or more modules of one class.
+
+    A pair is the module whose forward runs them, and the modules.
+    """
     named = {"": root, **dict(named_submodules(root))}
     for name, module in named.items():
         layers = list(dict.fromkeys(module.children())) if isinstance(module, nn.ModuleList) else []

@@ -1,4 +1,4 @@
-"""FSDP2 for any LightningModule: the plan is applied, the model cut into units and sharded; when and how it gathers."""
+"""FSDP2 strategies for any LightningModule: apply the plan, shard the model, gather its weights."""
 
 from __future__ import annotations
 
@@ -58,12 +58,16 @@ from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.for_strategy import check_users_sharding
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_gradients, refuse_weights
 
-#: the blocks to compile, the units that are not the root, inner ones first, and tensor-parallel styles by name
+#: the blocks to compile, the units except the root with inner units first, and tensor-parallel
+#: styles by name
 Layout = tuple[list[nn.Module], list[nn.Module], dict[str, ParallelStyle]]
 
 
 class _InFP8(sharding_compat.GatherExtension):
-    """What FSDP2 asks a shard for: what to send, and what to make of what came. Not copied with the shard."""
+    """All-gather hooks of one shard: encode it to FP8 before, decode the weight after.
+
+    A copy is the object itself.
+    """
 
     module: nn.Module
     emulate: bool
@@ -73,7 +77,7 @@ class _InFP8(sharding_compat.GatherExtension):
         return self
 
     def before(self, mesh: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-        # As bytes: gloo has no FP8.
+        # Sent as uint8, because gloo has no FP8.
         data = torchao.rounded(self.local.detach(), self.scale).view(torch.uint8)
         missing = -(-self.shard.shape[0] // mesh.size()) - data.shape[0]
         return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), self.scale
@@ -89,32 +93,37 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     """``fully_shard`` under a plan, without ``configure_model`` in the user's module.
 
     Args:
-        wrap: module classes, names of classes or patterns that become shard units; by default transformers'
-            ``_no_split_modules``, else modules of 100M parameters.
+        wrap: module classes, names of classes or patterns that become shard units. Default:
+            transformers' ``_no_split_modules``, else modules of 100M parameters.
         device_mesh: ``(replicas, shards)``: shard within a group, replicate across groups (HSDP).
-        data_parallel_size: ranks with data of their own, as in Lightning; by default what the others leave.
-        tensor_parallel: ranks that split each layer between them, within the data-parallel ones.
+        data_parallel_size: the number of ranks with their own data, unless ``device_mesh`` gives
+            it. Default: all processes divided by ``tensor_parallel``.
+        tensor_parallel: the number of ranks that split each layer between them.
         tensor_parallel_size: the same, by Lightning's name.
-        tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …); by default the transformers model's own.
+        tp_plan: module pattern to style (``"colwise"``, ``"rowwise"``, …). Default: the
+            transformers model's plan.
         compile: ``torch.compile`` each block before it is sharded.
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
-        save_distributed_checkpoint: a folder of shards (the default), or one file assembled on rank 0.
-        async_save: copy the shards to the host and write them while training goes on, at most one checkpoint at a time;
-            an older one is removed once the new one is whole.
+        save_distributed_checkpoint: save a folder of shards (the default), or one file assembled on
+            rank 0.
+        async_save: copy the shards to the host and write them while training goes on, at most one
+            checkpoint at a time. An older checkpoint is removed after the new one is complete.
         process_group_backend: as in Lightning.
         timeout: as in Lightning.
-        **options: ``fully_shard``'s other keywords: ``reshard_after_forward``, ``ignored_params``, …
+        **options: ``fully_shard``'s other keywords: ``reshard_after_forward``, ``ignored_params``,
+            …
 
     Raises:
-        PlanError: at start: a mesh that the number of processes does not fill, ``wrap`` that matches nothing, a pin
-            that would put two dtypes into one unit, a layer that tensor parallelism cannot split.
+        PlanError: when a run starts: the mesh sizes do not multiply to the number of processes,
+            ``wrap`` matches nothing, a unit would hold two dtypes, or tensor parallelism cannot
+            split a layer.
     """
 
     gathers_fp8 = True
     plan_engine = ShardedEngine
     own_format = "sharded"
 
-    def __init__(  # noqa: PLR0913  what it takes of Lightning's strategy, and what is its own
+    def __init__(  # noqa: PLR0913  Lightning's keywords and this strategy's own
         self,
         *,
         wrap: Wrap = None,
@@ -142,12 +151,13 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._tensor_parallel = tensor_parallel if tensor_parallel_size == "auto" else int(tensor_parallel_size)
         self._shards, self._tp_plan = data_parallel_size, tp_plan
         self._sharded = self._backward_inside = False
-        #: the weights that are gathered in FP8 while it trains. Their shards stay plain fp32 tensors: what FSDP2 asks
-        #: for hangs on them as attributes, which no state dict has
+        #: the weights that are gathered in FP8 in training. Their shards stay plain fp32 tensors:
+        #: FSDP2's hooks are attributes of them, which no state dict holds
         self._in_fp8: list[_InFP8] = []
-        #: users have code between a forward and its backward pass, which is to find shards as code elsewhere does
+        #: True if users have code between a forward and its backward pass. It has to find
+        #: shards.
         self._hooks_before_backward = False
-        #: looks after forward passes that hooks and callbacks make
+        #: gathers weights for forward passes of hooks and callbacks
         self._between_steps: BetweenSteps | None = None
         self._saves = Saves(later=async_save, timeout=timeout)
         self.saves_folders = save_distributed_checkpoint
@@ -177,7 +187,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         set_mesh(self._user_module, self._device_mesh)
 
     def degrees(self, world: int) -> tuple[int, int, int]:
-        """Of ``world`` processes the replicas, the shards of each, and the ranks that split each layer."""
+        """Return (replicas, shards in each replica, ranks that split a layer) of ``world`` processes."""
         size = max(self._tensor_parallel, 1)
         shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
         replicas, shards = self._mesh or (1, shards)
@@ -191,12 +201,16 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     # ------------------------------------------------------------------ the model
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Layout | None:
-        """Decide how the module is split; ``None`` where it is sharded already."""
+        """Return how to shard ``module``, or ``None`` if it is sharded already.
+
+        ``configure_model`` or an earlier run may have sharded it. ``module`` is not changed. Parts
+        of it that cannot run are added to ``faults``.
+        """
         refuse_callbacks(module, "sharded weights", faults)
         ignored = self._options.get("ignored_params") or ()
         refuse_weights(module, faults, ignored)
         refuse_gradients(module, faults, ignored)
-        if any(isinstance(part, FSDPModule) for part in module.modules()):  # by configure_model, or a run before
+        if any(isinstance(part, FSDPModule) for part in module.modules()):
             check_users_sharding(module, engine.policy, engine.pin_map, faults)
             return None
         storage, size = engine.policy.storage_dtype, self._tensor_parallel
@@ -232,12 +246,15 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             optimizers_to_device(self.optimizers, self.root_device)
 
     def prepare_and_shard(self) -> None:
-        """Change the user's module; the order of these steps is part of what they do."""
+        """Apply the plan to the user's module and shard it, in place and in this order.
+
+        Every rank calls it. A module that is sharded already keeps its units.
+        """
         plan, module, device = plan_of(self), self._user_module, self.root_device
         layout: Layout | None = plan.apply(module)  # casts, FP8, pins, checkpointing
         engine = self._engine
 
-        def make_whole(part: nn.Module) -> None:  # a device holds one module in full at a time
+        def make_whole(part: nn.Module) -> None:  # the device holds one whole module at a time
             materialize(part, module, device, device)
             part.to(device)
 
@@ -252,9 +269,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
                 how: dict[str, Any] = {"cpu_offload": self._offloads, **self._options}
                 shard(module, inner, self._shard_mesh, device, plan.policy.reduce_dtype, **how)
             self._sharded = True
-        # FSDP2's own param_dtype casts all a unit has, norms and embeddings too, and adds the gradients of a weight
-        # that is used twice in half precision. Here every number is the one that autocast makes of fp32 weights; and
-        # autocast keeps no copy of them until the backward pass.
+        # FSDP2's own param_dtype casts all weights of a unit, norms and embeddings too. It adds the
+        # gradients of a weight that is used twice in half precision. Here every number is the same
+        # as under autocast with fp32 weights, and autocast keeps no copy of the weights until the
+        # backward pass.
         free = survey(module, engine.pin_map, plan.policy)
         names = {(id(part), key): weight.name for weight in free for _, part, key in weight.places}
         compute_dtype = to_torch(plan.policy.compute_dtype)
@@ -270,7 +288,11 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._between_steps.start()
 
     def teardown(self) -> None:
-        """Wait for a checkpoint; the units are left as ``fully_shard`` made them, those of a refused run untouched."""
+        """Wait for the present save, then end the run. Raises the error that ended the save.
+
+        Units stay sharded, and gather weights as they are stored. Units of a run that the plan
+        refused are not touched.
+        """
         began = self.lightning_module is not None and plan_of(self).engine is not None
         between_steps, self._between_steps = self._between_steps, None
         try:
@@ -286,19 +308,24 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if not self._offloads:
             super().model_to_device()
             return
-        for buffer in self._user_module.buffers():  # parameters stay where they are offloaded to
+        for buffer in self._user_module.buffers():  # parameters stay on the CPU
             buffer.data = buffer.data.to(self.root_device)
 
     # ------------------------------------------------------------------ steps
 
     def _as_forward(self, method: str, context: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step as the forward of the root unit, whose parameters can be used anywhere in it, as under DDP."""
+        """Run the step ``method`` as the forward of the root unit, and return its output.
+
+        The step can use the root's parameters anywhere, as under DDP. ``context`` names a method of
+        the plan, whose result is entered around the step.
+        """
         plan, module, training = self.precision_plugin, self.lightning_module, method == "training_step"
         assert module is not None
         assert self._between_steps is not None
         manual = training and not module.automatic_optimization
         patched, fast = "forward" in module.__dict__, torch.backends.mha.get_fastpath_enabled()
-        # Torch's attention layers call their children, whose hooks gather and cast, instead of reading their weights.
+        # Without the fast path, torch's attention layers call their children, whose hooks gather
+        # and cast.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             again = manual and isinstance(module, FSDPModule)
@@ -311,9 +338,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
                 output = self._forward_redirection(module, module, method, *args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            if not patched:  # Lightning leaves a bound forward on the instance, which a copy would take along
+            if not patched:  # Lightning leaves a bound forward, which a copy would call
                 module.__dict__.pop("forward", None)
-        # else backward follows, and shards again: weights that are written to afterwards are the sharded ones
+        # Otherwise a backward pass follows, which reshards. Code that writes to weights afterwards
+        # finds the shards.
         no_backward = not training or manual or output is None
         if isinstance(module, FSDPModule) and (no_backward or self._hooks_before_backward):
             module.reshard()
@@ -321,14 +349,18 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     @torch.no_grad()
     def _scale_fp8(self, training: bool) -> None:
-        """Before a step: weights do not change within one, so that no scale is ever of other weights than those."""
+        """Set the scales of the FP8 weights, and how they are gathered in the next step.
+
+        A collective if they are gathered in FP8. Weights do not change within a step, so the scales
+        hold for all of it.
+        """
         in_fp8 = training or cast("Any", plan_of(self).policy.fp8).evaluate == "fp8"
         if in_fp8:
             amax = torch.stack(list(norms([weight.local for weight in self._in_fp8], torch.inf)))
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._fp8_group)
             for weight, scale in zip(self._in_fp8, torchao.scales(amax).unbind(), strict=True):
                 weight.scale = scale
-        for weight in self._in_fp8:  # of which one that fell back to bf16 is no longer converted
+        for weight in self._in_fp8:  # a layer that fell back to bf16 is no longer converted
             weight.use(in_fp8 and is_converted(weight.module))
 
     training_step: Any = partialmethod(_as_forward, "training_step", "train_step_context")
@@ -338,17 +370,18 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     @contextmanager
     def _gathered_again(self, root: Any) -> Generator[None, None, None]:
-        """Around a step that runs backward *inside*: modules that use the root's weights after it gather them again.
+        """Within the context, modules that hold the root's weights unshard them when called.
 
-        ``fully_shard`` gathers the root for its forward, which here is the whole step, and shards it again in the
-        backward pass that starts from the forward's output, or is announced by ``pre_backward``.
+        It is for a step that runs its backward pass itself. ``fully_shard`` gathers the root once,
+        for its forward, and here that is the whole step. The backward pass in the step reshards the
+        root.
         """
         units = [one for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
         in_units = {part for unit in units for part in cast("Any", unit).modules()}
         with ExitStack() as stack:
             for part in root.modules():
                 if part is not root and part not in in_units and [*part.parameters(recurse=False)]:
-                    # to unshard does nothing where it is gathered
+                    # unshard() does nothing if the root is gathered
                     handle = part.register_forward_pre_hook(lambda *_: root.unshard(), prepend=True)
                     stack.callback(handle.remove)
             with patched(self, _backward_inside=True):
@@ -356,7 +389,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._between_steps is not None and closure_loss.requires_grad:
-            # not at once: a forward pass in on_before_backward, which comes first, may change how weights are gathered
+            # in a hook: a forward pass in on_before_backward, which comes first, may change how
+            # weights are gathered
             gather_as_in_steps = self._between_steps.gather_as_in_steps
             closure_loss.register_hook(lambda _gradient: gather_as_in_steps())
         if self._backward_inside and closure_loss.requires_grad:
@@ -370,7 +404,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         if storage_options is not None:
             raise TypeError("storage_options= with a folder of shards, which no CheckpointIO writes: leave it out")
         state = self._user_module.trainer.state
-        later = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING  # else nothing would wait
+        # Outside of a running fit nothing would wait for the thread.
+        later = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._saves.save(checkpoint, path, first=self.is_global_zero, first_of_node=self.local_rank == 0, fitting=later)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -378,9 +413,9 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def finish_saving(self) -> None:
-        """Wait until a checkpoint that is being written is whole on every rank, and older ones are removed.
+        """Wait until the present save is complete on every rank, and older checkpoints are removed.
 
-        Every rank calls it. Raises whatever ended the writing.
+        A collective: every rank calls it. Raises the error that ended the save or a removal.
         """
         self._saves.wait()
         self.barrier()
@@ -398,7 +433,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         assert self._folder is not None
         if weights.keys() <= set(map(plain_name, self.model.state_dict())):
             saving.load_weights(self._folder, self.model, weights.keys(), strict=strict)
-        else:  # load_state_dict renames what an earlier version of a module saved, or refuses the names
+        else:  # load_state_dict renames weights of an earlier version of a module, or refuses them
             self.load_whole_weights(dict(weights), strict=strict)
 
     def load_folder_states(self, states: LazyStates) -> None:
@@ -413,7 +448,12 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Collect the state; in a single file numbered by the optimizer's own groups, as any optimizer loads it."""
+        """Return the state of ``optimizer`` for a checkpoint. A collective.
+
+        For a folder of shards it is Lightning's. For a single file, rank 0 returns whole tensors on
+        the CPU, numbered by the optimizer's own groups as any optimizer loads them. Other ranks
+        return an empty dictionary.
+        """
         if self.saves_folders:
             return super().optimizer_state(optimizer)
         keep = self.global_rank == 0
@@ -428,7 +468,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     load_whole_states = PlanStrategy.load_sharded_states
 
     def reads(self, path: Any) -> bool:
-        """Whether it is a folder of FSDP2's that holds a state for each parameter that has one here."""
+        """True if FSDP2 wrote ``path``, and it has a state of every parameter in an optimizer."""
         if not super().reads(path):
             return False
         index = index_of(str(path))
@@ -442,7 +482,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
 
 
 def _has_hooks_before_backward(trainer: Any) -> bool:
-    """Whether the module, or a callback that is not this package's, has code of its own before the backward pass."""
+    """True if the module or a callback overrides ``on_before_zero_grad`` or ``on_before_backward``.
+
+    Callbacks of this package do not count.
+    """
     users = [callback for callback in trainer.callbacks if not type(callback).__module__.startswith("lightning_mp.")]
     return any(
         is_overridden(name, trainer.lightning_module) or any(is_overridden(name, one, Callback) for one in users)
@@ -451,7 +494,10 @@ def _has_hooks_before_backward(trainer: Any) -> bool:
 
 
 class PlanHSDPStrategy(PlanFSDP2Strategy):
-    """Shards within a node and replicas across nodes; ``device_mesh=(replicas, shards)`` lays them otherwise."""
+    """FSDP2 with shards within a node and replicas across nodes.
+
+    ``device_mesh=(replicas, shards)`` replaces these sizes.
+    """
 
     def setup_environment(self) -> None:
         if self._mesh is None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism by a transformers model's own plan, or one the user gives."""
+"""Tensor parallelism by a transformers model's own plan, or by the user's."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +24,7 @@ from lightning_mp.modules.patterns import (
 
 Plan = Mapping[str, str | ParallelStyle]
 
-#: transformers' names of styles (integrations/tensor_parallel.py) in torch's terms
+#: transformers' names of styles (integrations/tensor_parallel.py), as torch's classes
 _STYLES: dict[str, Any] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -36,10 +36,10 @@ _STYLES: dict[str, Any] = {
 
 
 class Replicated(ParallelStyle):
-    """A module that every rank of the tensor-parallel group computes in full.
+    """The style of a module that every rank of the tensor-parallel group computes in full.
 
-    Its parameters become DTensors as the split ones are: torch's fused and multi-tensor optimizers take parameters
-    of one mesh only.
+    Its parameters become replicated DTensors, because torch's fused and multi-tensor optimizers
+    take parameters of one mesh only.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -57,7 +57,20 @@ class Replicated(ParallelStyle):
 
 
 def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> dict[str, ParallelStyle]:
-    """The style of every module that is split or replicated, by its name in ``model``; changes nothing."""
+    """Return the style of each module that a plan names, by its name in ``model``.
+
+    ``model`` is not changed.
+
+    A module that the plan replicates is left out, and a module without parameters if the style is a
+    name. An unknown style, a pattern without a match, a layer that cannot be split and a weight
+    that is split in two ways are added to ``faults``.
+
+    Args:
+        model: the whole model.
+        given: the user's plan, ``None`` for the plan of the transformers models in it.
+        size: the number of tensor-parallel ranks, for messages.
+        faults: the faults.
+    """
     patterns = dict(_patterns(model) if given is None else given.items())
     if not patterns:
         faults.add(
@@ -102,13 +115,15 @@ def parallelize(
     mesh: DeviceMesh,
     before: Callable[[nn.Module], None],
 ) -> None:
-    """Split ``model`` over ``mesh`` in place; what ``split`` does not name every rank computes in full, from one seed.
+    """Split ``model`` over ``mesh`` in place. Every rank calls it.
 
-    ``before`` is called with each module that is about to be split. Ties hold.
+    Modules that ``split`` does not name are replicated. Ranks take the random seed of the group's
+    first rank, so that dropout in replicated modules agrees. Tied parameters stay tied. ``before``
+    is called with each module before it is split or replicated.
     """
     group, seed = mesh.get_group(), [torch.random.initial_seed()]
     dist.broadcast_object_list(seed, group_src=0, group=group)
-    if seed[0] != torch.random.initial_seed():  # what each computes in full must be the same on all
+    if seed[0] != torch.random.initial_seed():  # replicated modules must draw alike on all ranks
         torch.manual_seed(seed[0])
     named, ties = dict(named_submodules(model)), _ties(model)
     whole = {
@@ -129,20 +144,29 @@ def _owns(module: nn.Module) -> bool:
 
 
 def _ties(model: nn.Module) -> list[list[Place]]:
-    """The places of every weight that more than one module holds; a module that is in the tree twice holds it once."""
+    """Return the places of each parameter that has several.
+
+    A module that is in the tree twice counts once.
+    """
     distinct = ({(id(place[1]), place[2]): place for place in places} for places in owners(model).values())
     return [list(places.values()) for places in distinct if len(places) > 1]
 
 
 def _way(module: nn.Module, style: ParallelStyle | None) -> Any:
-    """Along which dimension a weight is split: torch's Linear keeps (out, in), its Embedding (entries, width)."""
+    """Return a value that is equal for modules whose weights are split along one dimension.
+
+    torch's Linear keeps its weight as (out, in), its Embedding as (entries, width).
+    """
     if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
         return type(style)
     return isinstance(style, ColwiseParallel) == isinstance(module, nn.Embedding)
 
 
 def _patterns(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The plans of the outermost transformers models below ``model``, as patterns on its module names."""
+    """Yield (pattern, style) of the outermost transformers models below ``model``.
+
+    Patterns are on module names of ``model``. Entries of single weights and biases are left out.
+    """
     outermost: list[str] = []
     for name, module in named_submodules(model):
         plan = cast("Mapping[str, str] | None", getattr(module, "tp_plan", None))

@@ -1,4 +1,4 @@
-"""How a prepared model becomes shards: its units, the same weights on every rank, tensors on the meta device made."""
+"""Shard a prepared model with FSDP2: choose units, broadcast weights, materialize meta tensors."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,10 +27,11 @@ from lightning_mp.modules.patterns import (
 from lightning_mp.modules.pins import PinMap
 from lightning_mp.numerics.dtypes import TORCH_DTYPES, to_torch
 
-#: what makes a module a unit where nothing else says so: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy's
+#: the number of parameters that makes a module a unit by default: the same as in
+#: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy
 SIZE_OF_A_UNIT = 100_000_000
 
-#: tells the dtype a parameter will be stored in
+#: a function that returns the dtype in which a parameter will be stored
 Stored = Callable[[Tensor], torch.dtype]
 Wrap = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
 
@@ -38,11 +39,21 @@ Wrap = str | type[nn.Module] | Sequence[str | type[nn.Module]] | None
 def units(
     root: nn.Module, wrap: Wrap, pin_map: PinMap, stored: Stored, faults: Faults, *, together: str | None = None
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Cut ``root`` into shard units without changing anything; the root takes what no other unit has.
+    """Return the blocks to compile, and the shard units below ``root`` with inner units first.
 
-    ``root`` may be a part of what ``pin_map`` was made for. Noted are patterns of ``wrap`` without a match, and units
-    that would hold two dtypes. What is pinned to the dtype ``together`` stays in the unit around it. Returns repeated
-    blocks, in forward order, which is what is compiled; and blocks and pinned modules, inner ones first.
+    Blocks are in definition order. Units are blocks, pinned modules, and modules that keep a
+    parameter in a dtype of their own. The root takes all other parameters. Nothing is changed.
+    Patterns of ``wrap`` without a match, units that would hold two dtypes, and units of ``wrap``
+    that share a weight with another unit are added to ``faults``.
+
+    Args:
+        root: the module to shard, which may be a part of the module of ``pin_map``.
+        wrap: the classes or patterns of the blocks. ``None``: the blocks that transformers names,
+            else large modules.
+        pin_map: the resolved pins.
+        stored: return the dtype in which a parameter will be stored.
+        faults: the faults.
+        together: a module that is pinned to this dtype is no unit, and stays in the unit around it.
     """
     blocks = _blocks(root, wrap, faults)
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
@@ -50,7 +61,8 @@ def units(
     inside = {*root.modules()}
     # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
     called = dict.fromkeys(one for part in apart if part in inside for one in called_in(part, through_sequential=True))
-    # an attention reads its children's weights without calling them, so that no hook of theirs would gather
+    # an attention reads its children's weights without calling them, so their hooks would not
+    # gather
     attentions = [module for module in root.modules() if isinstance(module, nn.MultiheadAttention)]
     read = {child for attention in attentions for child in attention.children()}
     pinned = [module for module in called if _can_be_unit(module) and module not in read]
@@ -65,8 +77,8 @@ def units(
 
 
 def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
-    """The modules to wrap, in definition order, which usually is the order they run in."""
-    if wrap is None:  # what transformers models name themselves
+    """Return the modules to wrap in definition order, which usually is the order of execution."""
+    if wrap is None:  # the blocks that transformers models name
         present = {original_class(module).__name__ for module in root.modules()}
         given: Sequence[Any] = [n for m in root.modules() for n in block_classes(m) if n in present]
     else:
@@ -81,7 +93,11 @@ def _blocks(root: nn.Module, wrap: Wrap, faults: Faults) -> list[nn.Module]:
 
 
 def _matching(root: nn.Module, item: str | type[nn.Module]) -> set[nn.Module]:
-    """What ``item`` matches; of nested matches the outermost, and what a ``ModuleList`` or a ``Sequential`` holds."""
+    """Return the modules that the pattern or class ``item`` matches, outermost matches only.
+
+    A ``ModuleList`` or a ``Sequential`` is replaced by its children. Modules without parameters are
+    left out.
+    """
     matched, covered = set[nn.Module](), list[str]()
     for name, module in named_submodules(root):
         cls = original_class(module)
@@ -96,6 +112,10 @@ def _matching(root: nn.Module, item: str | type[nn.Module]) -> set[nn.Module]:
 
 
 def _by_size(root: nn.Module) -> set[nn.Module]:
+    """Return the modules with ``SIZE_OF_A_UNIT`` parameters or more, and a forward of their own.
+
+    Parameters of a returned module inside another one do not count.
+    """
     large = set[nn.Module]()
 
     def left_over(module: nn.Module) -> int:
@@ -118,7 +138,7 @@ def _can_be_unit(module: nn.Module) -> bool:
 
 
 def _held(root: nn.Module, chosen: Collection[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The unit, the name and the value of every parameter, at each of its places."""
+    """Yield the unit, the name and the parameter, for each name of each parameter of ``root``."""
     owner: dict[str, nn.Module] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         owner[name] = module if module in chosen or not name else owner[name.rpartition(".")[0]]
@@ -129,11 +149,12 @@ def _held(root: nn.Module, chosen: Collection[nn.Module]) -> Iterator[tuple[nn.M
 def _keep_ties_together(
     root: nn.Module, asked: Sequence[nn.Module], candidates: Sequence[nn.Module], faults: Faults
 ) -> list[nn.Module]:
-    """Candidates less those that hold a weight some other unit holds as well, unless the user asked for them.
+    """Return the candidates that share no weight with another unit, and all modules of ``asked``.
 
-    A tied weight is one tensor and lives in one unit: a pinned module, or a block that transformers names (BERT's
-    embeddings, whose table is its head), is then no unit, and its weights fall to the unit around it (in which their
-    dtype is checked).
+    A tied weight is one tensor and has one unit. A pinned module, or a block that transformers
+    names, then is no unit. Its weights belong to the unit around it. BERT's embeddings, whose table
+    is the head's weight, are an example. A module of ``asked`` that shares a weight is added to
+    ``faults``.
     """
     chosen = dict.fromkeys(candidates)
     while True:
@@ -154,7 +175,10 @@ def _keep_ties_together(
 
 
 def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, faults: Faults) -> None:
-    """One unit is gathered and reduced as one: its trainable parameters share a dtype."""
+    """Add a fault for each unit whose trainable parameters have two dtypes.
+
+    A unit is gathered and reduced as one tensor.
+    """
     names = {module: repr(name) for name, module in named_submodules(root)}
     held: dict[nn.Module, dict[torch.dtype, str]] = {}
     for unit, name, parameter in _held(root, inner):
@@ -171,11 +195,14 @@ def _check_dtypes(root: nn.Module, inner: Sequence[nn.Module], stored: Stored, f
             )
 
 
-# ------------------------------------------------------------------ weights that every rank has alike
+# ------------------------------------------------------------------ equal weights on all ranks
 
 
 def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Give every rank the parameters and buffers of rank 0, one at a time, as DistributedDataParallel does."""
+    """Broadcast rank 0's parameters and buffers, one at a time. A collective.
+
+    Tensors on the meta device and DTensors are left out.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta" and not hasattr(tensor, "to_local"):
             _broadcast_(tensor, device)
@@ -183,25 +210,36 @@ def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 
 def _broadcast_(tensor: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
     there = tensor.detach().to(device).contiguous()
-    # bytes travel as such: gloo knows no float8
+    # 1-byte dtypes are sent as uint8: gloo knows no float8
     dist.broadcast(there.view(torch.uint8) if there.itemsize == 1 else there, group=group, group_src=0)
     tensor.data.copy_(there)
 
 
 def share_buffers(model: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-    """Broadcast the first rank's saved buffers (a batch norm's statistics), which each rank updates by itself."""
+    """Broadcast the saved buffers of the first rank of ``group``. A collective.
+
+    A batch norm's statistics are an example. Each rank updates them by itself. DTensors are left
+    out.
+    """
     for tensor in saved_buffers(model):
         if not isinstance(tensor, DTensor):
             _broadcast_(tensor, device, group)
 
 
 def notes_on_parameters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what a model noted on each parameter, by name, such as S4's ``_optim`` or Mamba's ``_no_weight_decay``."""
+    """Return the attributes that a model set on each parameter, by the parameter's name.
+
+    S4's ``_optim`` and Mamba's ``_no_weight_decay`` are examples.
+    """
     return {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
 
 
 def restore_notes(model: nn.Module, noted: dict[str, dict[str, Any]]) -> None:
-    """Give parameters what the model noted on them before it was sharded: ``fully_shard`` and ``to`` make new ones."""
+    """Set the attributes ``noted`` on the parameters again.
+
+    ``fully_shard`` and ``to`` make new parameters without them. An attribute that a parameter has
+    already keeps its value.
+    """
     for name, parameter in model.named_parameters():
         for key, value in noted.get(name, {}).items():
             if key not in vars(parameter):
@@ -218,10 +256,22 @@ def shard(
     cpu_offload: bool = False,
     **options: Any,
 ) -> None:
-    """Shard the units ``inner`` and then ``model`` in place over ``mesh``, of which this process has ``device``.
+    """Materialize and shard the units ``inner``, then ``model``, in place over ``mesh``.
 
-    ``options`` are ``fully_shard``'s. No ``param_dtype``: it would change what norms and embeddings run in, and a step
-    would no longer be that of DDP.
+    Every rank calls it. There is no ``param_dtype``: it would change the dtype of norms and
+    embeddings, and a step would differ from DDP.
+
+    Args:
+        model: the root unit. ``reshard_after_forward`` does not apply to it.
+        inner: the other units, inner units first.
+        mesh: the mesh of shards, and of replicas.
+        device: this rank's device.
+        reduce_dtype: the dtype in which gradients are reduced.
+        cpu_offload: keep shards on the CPU.
+        **options: keywords of ``fully_shard``, which replace the ones made here.
+
+    Raises:
+        PlanError: a module's initialisation left a tensor of the meta device untouched.
     """
     options = {
         "mesh": mesh,
@@ -234,15 +284,18 @@ def shard(
         materialize(unit, model, place, device)
         fully_shard(unit, **options)
     materialize(model, model, place, device)
-    # The root's forward is the whole step, after which backward begins at once: nothing is to be freed in between, and
-    # where the step calls self(x), what comes after that call still needs the root's weights.
+    # The root's forward is the whole step, and the backward pass begins at once after it. A step
+    # that calls self(x) still needs the root's weights after that call.
     options.pop("reshard_after_forward", None)
     fully_shard(model, **options)
-    make_root(model)  # a block that is called before a step must not become one
+    make_root(model)  # otherwise a block that is called before the first step would become a root
 
 
 def whole_on_cpu(value: Any, *, keep: bool = True) -> Any:
-    """A tensor on the CPU, joined if it is sharded, which all ranks do; nothing of it unless ``keep``."""
+    """Return a tensor on the CPU, whole if it is a DTensor: then it is a collective.
+
+    Unless ``keep``, return ``None`` for a tensor. Any other value is returned as it is.
+    """
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if not isinstance(value, Tensor):
@@ -256,7 +309,7 @@ _FLOATING = (*TORCH_DTYPES.values(), torch.float64)
 
 
 def cannot_initialise(model: nn.Module, faults: Faults) -> None:
-    """Note modules on the meta device that nothing says how to initialise."""
+    """Add a fault for each module with tensors on the meta device that has no initialiser."""
     for name, module in model.named_modules():
         if any(tensor.is_meta for tensor in _own(module).values()) and not _initialisers(module, model):
             faults.add(
@@ -268,13 +321,21 @@ def cannot_initialise(model: nn.Module, faults: Faults) -> None:
 def materialize(
     unit: nn.Module, root: nn.Module, place: torch.device, device: torch.device, *, recurse: bool = True
 ) -> None:
-    """Make what ``unit`` has on the meta device at ``place``, initialise it, and broadcast rank 0's values.
+    """Allocate and initialise ``unit``'s tensors of the meta device, and broadcast rank 0's values.
 
-    Ties hold; the first owner of a tied weight decides its values. ``device`` is what the ranks communicate over.
-    Without ``recurse`` only what is ``unit``'s own is made.
+    It is a collective if there is such a tensor, else it does nothing. Tied tensors stay tied in
+    ``root``, and the first owner decides their values.
+
+    Args:
+        unit: the module whose tensors are made.
+        root: the whole model.
+        place: the device of the new tensors.
+        device: the device over which ranks communicate.
+        recurse: False makes only the tensors of ``unit`` itself, without its children's.
 
     Raises:
-        PlanError: a module's initialisation left a tensor untouched.
+        PlanError: a floating tensor holds a NaN after its module's initialisation, which left it
+            untouched.
     """
     every = list(unit.modules() if recurse else (unit,))
     waiting = [module for module in every if any(one.is_meta for one in _own(module).values())]
@@ -282,7 +343,7 @@ def materialize(
         return
     kept = {id(one): one for module in waiting for one in _own(module).values() if one.is_meta}
     made = {key: _marked(one, place) for key, one in kept.items()}
-    for module in root.modules():  # wherever it is tied
+    for module in root.modules():  # all owners of a tied tensor
         for key, tensor in _own(module).items():
             if id(tensor) in made:
                 setattr(module, key, made[id(tensor)])
@@ -308,7 +369,10 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _marked(tensor: Tensor, place: torch.device) -> Tensor:
-    """A tensor like it at ``place``, of NaN where it is floating: a mark of not being initialised."""
+    """Return a tensor or parameter like ``tensor`` at ``place``, with its attributes.
+
+    A floating one is filled with NaN, which marks it as not initialised. Others are filled with 0.
+    """
     mark = math.nan if tensor.dtype in _FLOATING else 0
     new = torch.full_like(tensor.detach(), mark, device=place)
     if isinstance(tensor, nn.Parameter):
@@ -320,9 +384,10 @@ def _marked(tensor: Tensor, place: torch.device) -> Tensor:
 
 
 def _initialisers(module: nn.Module, root: nn.Module) -> list[Callable[[], Any]]:
-    """The module's own ``reset_parameters``, then ``_init_weights`` of the innermost model around it that has it.
+    """Return the functions that initialise ``module``, in order. The list may be empty.
 
-    That is transformers' convention, and of many others.
+    They are its own ``reset_parameters``, and ``_init_weights`` of the innermost model around it
+    that has this method of transformers' convention.
     """
     own = own_reset(module)
     inside = [one for one in root.modules() if initialiser(one) and any(part is module for part in one.modules())]
