@@ -95,7 +95,6 @@ class ClampsWeightData(Base):
 
 @idiom(
     "advimman/lama, lpips.py; HazyResearch/safari; lightning-bolts",
-    findings={"zero2": "the assigned values are partly lost with ZeRO"},
 )
 class AssignsClampedWeightData(Base):
     def on_train_batch_end(self, *rest: Any) -> None:
@@ -114,7 +113,6 @@ class NormalizesPrototypes(Base):
 
 @idiom(
     "NVIDIA/bionemo-framework, sparse_autoencoders; neelnanda sparse autoencoders",
-    findings={"zero2": "the assigned values are partly lost with ZeRO"},
 )
 class ProjectsToUnitNorm(Base):
     @torch.no_grad()
