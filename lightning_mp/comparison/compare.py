@@ -40,7 +40,7 @@ from lightning_mp.numerics.rng import process_kept
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.plan.side_run import BARE, loss_of
 from lightning_mp.policy import PrecisionPolicy
-from lightning_mp.policy.precision_policy import PRESETS, preset
+from lightning_mp.policy.precision_policy import preset, preset_names
 from lightning_mp.record.run_log import machine, versions
 from lightning_mp.strategies.factory import trainer_kwargs
 from lightning_mp.strategies.registry import trainer_arguments
@@ -432,7 +432,7 @@ def _named_policy(plan: PlanLike, faults: Faults) -> tuple[str, PrecisionPolicy]
         policy = plan if isinstance(plan, PrecisionPolicy) else plan.policy
         return str(policy.precision), policy
     try:
-        if plan in list(PRESETS):
+        if plan in preset_names():
             return str(plan), preset(str(plan))
         policy = MixedPrecisionPlan.from_config(plan).policy
         if isinstance(plan, Mapping):

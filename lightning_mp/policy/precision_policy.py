@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from lightning_mp.errors import Faults, PlanError, did_you_mean, nearest
@@ -262,7 +263,7 @@ def _piece(kind: type[_Piece], value: object, what: str, faults: Faults, word: s
 def _precision(value: object, faults: Faults) -> str:
     word = precision_word(value)
     if word is None:
-        faults.add(f"precision={value!r}", allowed=", ".join(PRECISIONS), fix=precision_fix(value, PRESETS))
+        faults.add(f"precision={value!r}", allowed=", ".join(PRECISIONS), fix=precision_fix(value, preset_names()))
     return word or str(value)
 
 
@@ -315,9 +316,32 @@ PRESETS: Mapping[str, dict[str, Any]] = {
 }
 
 
+#: the group of entry points by which other packages add presets
+PRESETS_GROUP = "lightning_mp.presets"
+
+
+def preset_names() -> list[str]:
+    """Return the names of this package's presets, then those of installed packages."""
+    return list(dict.fromkeys([*PRESETS, *(entry.name for entry in entry_points(group=PRESETS_GROUP))]))
+
+
 def preset(name: str) -> PrecisionPolicy:
-    """The policy called ``name``; PlanError where none is."""
+    """Return the policy of a preset.
+
+    Another package adds one by an entry point of the group ``lightning_mp.presets``, a mapping of a plan's arguments.
+    This package's own presets win over others of the same name.
+
+    Raises:
+        PlanError: no preset has that name, or another package's preset is no valid mapping.
+    """
+    if name in PRESETS:
+        return PrecisionPolicy(**PRESETS[name])
+    others = {entry.name: entry for entry in entry_points(group=PRESETS_GROUP)}
     with Faults() as faults:
-        if name not in PRESETS:
-            faults.unknown("preset", name, PRESETS, "choose one of these")
-    return PrecisionPolicy(**PRESETS[name])
+        if name not in others:
+            faults.unknown("preset", name, preset_names(), "choose one of these")
+    arguments = others[name].load()
+    if not isinstance(arguments, Mapping):
+        problem = f"preset {name!r} is {arguments!r}, from the entry point {others[name].value}"
+        raise PlanError.of(problem, "let the entry point name a mapping of a plan's arguments")
+    return PrecisionPolicy.from_dict(cast("Mapping[str, Any]", arguments))
