@@ -1,7 +1,7 @@
-"""The one door to Lightning, which has two names: ``lightning.pytorch`` and ``pytorch_lightning``.
+"""All names from Lightning that this package uses: ``lightning.pytorch`` or ``pytorch_lightning``.
 
-A Trainer of one copy takes nothing that is made of the other: all that is used of Lightning is imported from here, from
-the copy that the program imported first.
+A Trainer of one of these two copies rejects objects of the other. So this package imports Lightning
+only from here, and this module uses the copy that the program imported first.
 """
 
 # pyright: reportWildcardImportFromLibrary=false
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 #: the Trainer package of each copy, and its Fabric package
 COPIES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-#: where names are looked for, below the Trainer package and below the Fabric package
+# The modules in which names are searched, below the Trainer package and below the Fabric package.
 _TRAINER_MODULES = (
     *("callbacks", "core.optimizer", "loggers", "loggers.logger", "loops.fetchers", "plugins"),
     *("plugins.io", "plugins.environments", "plugins.precision", "strategies", "strategies.deepspeed"),
@@ -59,7 +59,11 @@ _FABRIC_MODULES = (
 
 @cache
 def host() -> str:
-    """The copy that was imported first when this was first asked; where none was, one that is installed."""
+    """Return the copy of Lightning that was imported first, by its package name.
+
+    If neither was imported, it is an installed one, ``lightning.pytorch`` by preference. The first
+    call decides.
+    """
     imported = (name for name, module in [*sys.modules.items()] if name in COPIES and module)
     return next(imported, "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
@@ -78,7 +82,10 @@ def __getattr__(name: str) -> Any:
 
 
 def check_copy(thing: object, subject: str) -> None:
-    """Raise a PlanError where a Trainer or a LightningModule is made of the copy that this process does not use."""
+    """Raise a PlanError of ``subject`` if ``thing`` is made of the copy that is not in use.
+
+    ``thing`` is a Trainer or a LightningModule. Its class or a base class is of that copy.
+    """
     copy = host()
     other = next(name for name in COPIES if name != copy)
     if any(cls.__module__.startswith(f"{other}.") for cls in type(thing).__mro__):
@@ -93,7 +100,11 @@ def check_copy(thing: object, subject: str) -> None:
 
 
 def _connector_that_calls(*functions: str) -> tuple[Any, Mapping[str, Any]]:
-    """The ``_AcceleratorConnector`` of a Trainer being made, among the callers, and the locals of its function."""
+    """Return the ``_AcceleratorConnector`` among the callers, and the locals of its function.
+
+    A Trainer is then being constructed. The function is one of ``functions``. Without such a caller
+    the result is ``(None, {})``.
+    """
     frame: Any = inspect.currentframe()
     for _ in range(8):  # a property and a builder lie between
         owner = frame.f_locals.get("self") if frame else None
@@ -104,9 +115,10 @@ def _connector_that_calls(*functions: str) -> tuple[Any, Mapping[str, Any]]:
 
 
 def precision_word(plugin: Precision) -> Any:
-    """The ``precision=`` of the Trainer being made; ``None`` where ``plugin`` came by ``plugins=``, or none is made.
+    """Return the ``precision=`` of the Trainer that is being constructed, ``"32-true"`` by default.
 
-    On a CPU Lightning makes a bf16 plugin of ``"16-mixed"``: only the Trainer's own argument has the word.
+    ``None`` if no Trainer is being constructed, or if ``plugin`` came from its ``plugins=``. On a
+    CPU Lightning makes a bf16 plugin for ``"16-mixed"``, so only the argument has the user's word.
     """
     connector, given = _connector_that_calls("__init__")
     if connector is None or connector._precision_plugin_flag is plugin:
@@ -115,7 +127,10 @@ def precision_word(plugin: Precision) -> Any:
 
 
 def give_new_trainer(strategy: Strategy | None) -> bool:
-    """Whether a Trainer being made reads what its ``strategy=`` holds; if so it uses ``strategy``, unless ``None``."""
+    """True if a Trainer is being constructed and reads its ``strategy=``.
+
+    That Trainer then uses ``strategy`` instead. With ``None`` it keeps its own.
+    """
     connector, _ = _connector_that_calls("_check_config_and_set_final_flags")
     if connector is not None and strategy is not None:
         connector._strategy_flag = strategy
@@ -123,128 +138,149 @@ def give_new_trainer(strategy: Strategy | None) -> bool:
 
 
 def trainer_of(module: Any) -> Trainer | None:
-    """The Trainer that the module, any ``nn.Module``, is attached to, if any."""
+    """Return the Trainer to which an ``nn.Module`` is attached, or ``None``."""
     return getattr(module, "_trainer", None)
 
 
 def attached_to(module: Any) -> list[Any]:
-    """The Trainer and the Fabric that a LightningModule belongs to."""
+    """Return the Trainer and the Fabric of a LightningModule, as a list of those that it has."""
     return [owner for owner in (vars(module).get(name) for name in ("_trainer", "_fabric")) if owner is not None]
 
 
 def hyperparameters_argument(owner: Any) -> str | None:
-    """Return the argument of a module or data module that holds its saved hyperparameters, if it is one argument."""
+    """Return the name of the argument that holds all saved hyperparameters, or ``None``.
+
+    It is an argument of the constructor of ``owner``, a module or data module.
+    """
     return getattr(owner, "_hparams_name", None)
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether Lightning was given ``torch.compile(module)``, which it takes apart again."""
+    """True if Lightning was given ``torch.compile(module)``, from which it takes the module."""
     return vars(module).get("_compiler_ctx") is not None
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether the batch at hand is not the last one before an optimizer step."""
+    """True if no optimizer step follows the present batch, because gradients accumulate."""
     return trainer.fit_loop._should_accumulate()
 
 
 def begins_window(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether Lightning sets gradients to zero for this batch: what an epoch that was left out left is over then."""
+    """True if Lightning sets gradients to zero before this batch, the first of its window.
+
+    Always False under manual optimization. Gradients of an epoch that stopped within a window are
+    then dropped.
+    """
     automatic = trainer.lightning_module.automatic_optimization
     return automatic and batch_idx % trainer.accumulate_grad_batches == 0
 
 
 def step_inputs(trainer: Any, batch: Any, batch_idx: int) -> list[Any]:
-    """The arguments that ``training_step`` takes for a batch."""
+    """Return the arguments that Lightning passes to ``training_step`` for a batch."""
     return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
 
 def draws_batches_itself(trainer: Any) -> bool:
-    """Whether ``training_step`` takes the data loader's iterator."""
+    """True if ``training_step`` takes the data loader's iterator instead of a batch."""
     return isinstance(trainer.fit_loop._data_fetcher, __getattr__("DataLoaderIterDataFetcher"))
 
 
-#: of a Trainer, the step at which it logs the batch at hand
+#: the step number under which a Trainer logs the present batch
 logged_step = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
-#: of a ModelParallelStrategy, its device mesh; ``None`` before it has laid one
+#: the device mesh of a ModelParallelStrategy; ``None`` before it has created one
 mesh_of = attrgetter("_device_mesh")
 
 
 def finish_saving(strategy: Any) -> None:
-    """Wait until a checkpoint that is written while training goes on is whole, and older ones are removed.
+    """Wait until an asynchronous checkpoint is complete, and older ones are removed.
 
-    Every rank calls it. Raises whatever ended the save.
+    A collective: every rank must call it. An error of the save is raised here.
     """
     finish: Any = getattr(strategy, "finish_saving", None)  # this package's strategies
     if finish is not None:
         finish()
     checkpoint_io = strategy.checkpoint_io
     if isinstance(checkpoint_io, __getattr__("AsyncCheckpointIO")):
-        checkpoint_io.teardown()  # the next save starts its thread anew
+        checkpoint_io.teardown()  # the next save starts a new thread
         strategy.barrier()
 
 
 @contextmanager
 def checkpoint_connector(trainer: Any) -> Generator[Any, None, None]:
-    """What restores a run from a checkpoint; afterwards the Trainer's own ``ckpt_path`` is as before."""
+    """Return the Trainer's object that restores a run from a checkpoint, within a context.
+
+    At its end the Trainer's own ``ckpt_path`` is restored, also after an error.
+    """
     connector = trainer._checkpoint_connector
     with patched(connector, _ckpt_path=connector._ckpt_path):
         yield connector
 
 
 def parsed_optimizers(given: Any) -> tuple[list[Any], list[Any]]:
-    """The optimizers of what ``configure_optimizers`` returned, and its schedules as Lightning keeps them."""
+    """Return (optimizers, scheduler configs) of a return value of ``configure_optimizers``.
+
+    Lightning parses it as for automatic optimization.
+    """
     optimizers, schedules, monitor = __getattr__("configure_optimizers")(given)
     return optimizers, __getattr__("configure_schedulers_automatic_opt")(schedules, monitor)
 
 
 def is_stand_in(optimizer: Any) -> bool:
-    """True if ``configure_optimizers`` returned None, for which Lightning makes an optimizer that does nothing."""
+    """True if the optimizer does nothing.
+
+    Lightning makes such an optimizer if ``configure_optimizers`` returns None.
+    """
     return isinstance(optimizer, __getattr__("MockOptimizer"))
 
 
 def keep_sampler(trainer: Any) -> None:
-    """Have the Trainer leave the user's own sampler in place of a ``DistributedSampler``."""
+    """Make the Trainer keep the user's sampler instead of using a ``DistributedSampler``."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def ddp_hooks(strategy: Any) -> tuple[Any, Any]:
-    """The communication hook that ``DDPStrategy`` was given, and the wrapper around it, if any."""
+    """Return the communication hook of a ``DDPStrategy`` and its wrapper. Each may be ``None``."""
     return getattr(strategy, "_ddp_comm_hook", None), getattr(strategy, "_ddp_comm_wrapper", None)
 
 
 def validates(trainer: Any) -> bool:
-    """Whether the fit at hand has data to validate on."""
+    """True if the present fit has validation data."""
     return trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
 
 
 def layer_sync_of(strategy: Any) -> Any:
-    """What ``sync_batchnorm=True``, or a plugin, put there to synchronize layers over ranks; ``None`` where nothing."""
+    """Return the strategy's LayerSync, from ``sync_batchnorm=True`` or a plugin, or ``None``.
+
+    A strategy of this package may hold it in ``given_layer_sync``.
+    """
     return getattr(strategy, "given_layer_sync", None) or getattr(strategy, "_layer_sync", None)
 
 
 def set_dtype(module: Any, dtype: Any, *, kept: Any = None) -> None:
-    """Make ``dtype`` what ``module.dtype`` reads, as ``module.to(dtype)`` does.
+    """Set ``module.dtype`` as ``module.to(dtype)`` does, without a cast.
 
-    Nothing changes if the module is no LightningModule, or if its dtype is ``kept``.
+    Nothing changes if the module is no LightningModule (``DeviceDtypeModuleMixin``), or if its
+    dtype is ``kept``.
     """
     if isinstance(module, __getattr__("DeviceDtypeModuleMixin")) and module.dtype != kept:
         module._dtype = dtype
 
 
 def set_mesh(module: Any, mesh: Any) -> None:
-    """Make ``mesh`` the module's ``device_mesh``."""
+    """Set the module's ``device_mesh``."""
     module._device_mesh = mesh
 
 
-# ------------------------------------------------------------------ what a Trainer prints
+# ------------------------------------------------------------------ output of a Trainer
 
 
 @contextmanager
 def tidy_output(trainer: Any) -> Generator[None, None, None]:
-    """Within, what says nothing under a plan is left out.
+    """Hide two outputs of Lightning that are useless under a plan, and show them again at the end.
 
-    The model summary warns that it cannot size a mixed precision (``ModelSummary.__init__``), and the rich bar of a run
-    without a limit of epochs counts them up to -2 (``RichProgressBar._get_train_description``).
+    The model summary warns that it does not support a precision (``ModelSummary.__init__``). The
+    rich progress bar of a run without a limit of epochs shows "/-2"
+    (``RichProgressBar._get_train_description``). An error in the block leaves both hidden.
     """
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     added, bar = warnings.filters[0], trainer.progress_bar_callback
@@ -254,5 +290,5 @@ def tidy_output(trainer: Any) -> Generator[None, None, None]:
     yield
     if described is not None:
         del bar._get_train_description
-    with suppress(ValueError):  # whoever set filters of its own has dropped it
+    with suppress(ValueError):  # other code has reset the filters meanwhile
         cast("list[Any]", warnings.filters).remove(added)

@@ -1,4 +1,4 @@
-"""torch's private names, each behind a function that says what it is for."""
+"""torch's private names, each behind a public name that says its purpose."""
 
 import inspect
 import sys
@@ -22,16 +22,19 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mp.compat import require_versions
 
-# Before a private name is read: a release that lacks one is refused in a sentence.
+# Before the first private name is read: a release without it gets a PlanError.
 require_versions("MixedPrecisionPlan", "torch")
 
 _torch: Any = torch
-#: as ``__torch_function__`` of a tensor's class: functions see the tensor as one of torch's own
+#: a ``__torch_function__`` for a tensor subclass: functions treat it as one of torch's own tensors
 NO_TORCH_FUNCTION: Any = _torch._C._disabled_torch_function_impl
 
 
 def as_wrapper(cls: Any, tensor: Tensor, dtype: torch.dtype) -> Any:
-    """A tensor of class ``cls`` without values of its own, which looks like ``tensor`` in ``dtype``."""
+    """Return a tensor of class ``cls`` without storage, with the shape and device of ``tensor``.
+
+    Strides and storage offset are equal too. Its dtype is ``dtype``.
+    """
     options: dict[str, Any] = {"storage_offset": tensor.storage_offset(), "dtype": dtype, "device": tensor.device}
     return _torch.Tensor._make_wrapper_subclass(cls, tensor.shape, tensor.stride(), **options)
 
@@ -39,19 +42,24 @@ def as_wrapper(cls: Any, tensor: Tensor, dtype: torch.dtype) -> Any:
 # ------------------------------------------------------------------ gradients and the scale
 
 
-#: ``(grads, found_inf, inv_scale)``: multiplies ``grads`` (one device, one dtype) by ``inv_scale`` in place, and sets
-#: ``found_inf`` to 1 where one was not finite: the multi-tensor kernel behind ``torch.amp.GradScaler``
+#: ``(grads, found_inf, inv_scale)``: the multi-tensor kernel behind ``torch.amp.GradScaler``. It
+#: multiplies ``grads`` (one device, one dtype) by ``inv_scale`` in place, and sets ``found_inf`` to
+#: 1 if one is not finite.
 unscale_and_check_: Any = _torch._amp_foreach_non_finite_check_and_unscale_
-#: each of several tensors of one dtype and device by a scalar, in place
+#: ``(tensors, scalar)``: multiplies each tensor (one device, one dtype) by the scalar in place
 multiply_: Any = _torch._foreach_mul_
-#: ``(scale, growth_tracker, found_inf, growth factor, backoff factor, growth interval)``: that of its ``update``
+#: the kernel behind ``GradScaler.update``: ``(scale, growth_tracker, found_inf, growth factor,
+#: backoff factor, growth interval)``
 update_scale_: Any = _torch._amp_update_scale_
-#: ``(tensors, order, dtype)``: the norm of each, computed in ``dtype`` (``None``: its own), in one launch
+#: ``(tensors, order, dtype)``: the norm of each tensor, computed in ``dtype`` (``None``: its own)
 norms: Any = _torch._foreach_norm
 
 
 def makes_optimizer_state() -> bool:
-    """Whether the step under way is one of ``torch.distributed.checkpoint``: of rate 0, to have state to load into."""
+    """True if ``torch.distributed.checkpoint`` called the optimizer step that is under way.
+
+    It steps with a learning rate of 0, to create the state that it loads into.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
@@ -60,44 +68,47 @@ def makes_optimizer_state() -> bool:
     return False
 
 
-#: by which an optimizer (a fused one) says that it unscales, and skips by ``found_inf``, on the device
+#: the attribute by which a fused optimizer declares that its step skips by ``found_inf``
 TAKES_FLAG = "_step_supports_amp_scaling"
 
 
 def left_scaled_by_stock(optimizer: Any) -> bool:
-    """True if torch's scaler, and Lightning's plugin with it, leave the gradients scaled until the optimizer steps."""
+    """True if torch's GradScaler leaves the gradients scaled until the optimizer steps.
+
+    Lightning's own plugin then does so too.
+    """
     return getattr(optimizer, TAKES_FLAG, False)
 
 
 def set_mark(gradient: Any, mark: int) -> None:
-    """Mark a gradient. The mark goes when the tensor does, as when ``zero_grad()`` drops it."""
+    """Mark a gradient. The mark is lost with the tensor, as when ``zero_grad()`` drops it."""
     gradient.lightning_mp_mark = mark
 
 
 def mark_of(gradient: Tensor) -> int | None:
-    """The gradient's mark, if it has one."""
+    """Return the gradient's mark, or ``None`` without one."""
     return getattr(gradient, "lightning_mp_mark", None)
 
 
-#: where the state dict of a ``GradScaler`` has its count of clean steps
+#: the key of the count of clean steps in the state dict of a ``GradScaler``
 GROWTH_TRACKER = "_growth_tracker"
 
 
 def set_scale(scaler: Any, scale: Tensor, growth_tracker: Tensor) -> None:
-    """Put both where ``GradScaler`` keeps them, for code that looks there."""
+    """Set the private attributes of a ``GradScaler``, for code that reads them."""
     scaler._scale, scaler._growth_tracker = scale, growth_tracker
 
 
 def waits_for_unscale(scaler: Any, optimizer: Optimizer) -> bool:
-    """Whether nobody has unscaled the optimizer's gradients since its last step."""
+    """True if the ``GradScaler`` has not unscaled the optimizer's gradients since its update."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
 # ------------------------------------------------------------------ learning rates
 
-#: where the state dict of ``SequentialLR`` and ``ChainedScheduler`` has those of their schedulers
+#: the key of the inner schedulers' states in the state dict of SequentialLR and ChainedScheduler
 INNER_SCHEDULERS = "_schedulers"
-#: where that of any scheduler has the learning rates that it had come to, one a param group
+#: the key of the last learning rates, one for each param group, in the state dict of a scheduler
 LAST_RATES = "_last_lr"
 
 
@@ -110,7 +121,12 @@ _AROUND_MODES = tuple(str(Path("torch", *file)) for file in (("_compile.py",), (
 
 
 def calling_frame(file: str) -> FrameType | None:
-    """Of a dispatch mode in ``file``: the Python code that called the operator; none where the autograd engine did."""
+    """Return the frame that called the operator which a dispatch mode in ``file`` intercepts.
+
+    Frames of ``file``, of this module, and of torch's code around dispatch modes are skipped. For
+    an operator that the autograd engine called, the frame is in ``ENGINE``. The engine's own
+    threads have no such frame: the result is ``None``.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.endswith((__file__, file, *_AROUND_MODES)):
         frame = frame.f_back
@@ -118,9 +134,10 @@ def calling_frame(file: str) -> FrameType | None:
 
 
 def outside_of_dispatch_modes(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the code that called an operator, if other dispatch modes (an audit) passed it on.
+    """Return the frame that called an operator which other dispatch modes, as an audit's, forward.
 
-    Each such mode, and torch around it, has new frames for every operator. Without one it is ``frame``.
+    Each such mode, and torch around it, adds frames for every operator. Without such a mode the
+    result is ``frame``.
     """
     caller = frame
     while frame is not None:
@@ -133,29 +150,31 @@ def outside_of_dispatch_modes(frame: FrameType | None) -> FrameType | None:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is under way."""
+    """True if a backward pass is under way in this thread."""
     return _torch._C._current_graph_task_id() != -1
 
 
 def in_backward_formula() -> bool:
-    """Whether a node of the graph is being computed: not so in a hook before it."""
+    """True if a node of the autograd graph is being computed. False in a hook before it."""
     return _torch._C._current_autograd_node() is not None
 
 
 def backward_traced_outside_autocast() -> AbstractContextManager[None]:
-    """Within, ``torch.compile`` traces backward passes outside of autocast, where Lightning runs them.
+    """Return a context in which ``torch.compile`` traces backward passes outside of autocast.
 
-    AOTAutograd traces them at the time of the forward, by default under the autocast around the compiled region: what
-    turns autocast off inside would have a half-precision backward. The setting is read at each tracing in this thread.
+    Lightning runs them outside of it. AOTAutograd traces them in the forward, by default under the
+    autocast around the compiled region. A region that turns autocast off would then have a
+    half-precision backward. The setting is read at each tracing in this thread.
     """
     return import_module("torch._functorch.config").patch(backward_pass_autocast="off")
 
 
 @contextmanager
 def attention_calls_its_modules() -> Generator[None, None, None]:
-    """Within, torch's attention and encoder layers call their children in evaluation too.
+    """Make torch's attention and encoder layers call their children in evaluation too.
 
-    Their fast path hands weights to one operator instead. It goes past pins, and ignores autocast on a CPU.
+    Their fast path passes the weights to one operator instead. It bypasses pins, and ignores
+    autocast on a CPU. The earlier setting is restored at the end, also after an error.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -166,7 +185,10 @@ def attention_calls_its_modules() -> Generator[None, None, None]:
 
 
 def cpu_attention() -> dict[Any, Any]:
-    """Fused attention on a CPU, forward and backward, beside CUDA's, which the flop registry has only."""
+    """Return CUDA's operator for each fused attention operator of a CPU, forward and backward.
+
+    torch's flop registry has only the CUDA operators.
+    """
     names = ("_scaled_dot_product_flash_attention{}", "_scaled_dot_product_flash_attention{}_backward")
     aten: Any = torch.ops.aten
     return {getattr(aten, name.format("_for_cpu")): getattr(aten, name.format("")) for name in names}
@@ -182,15 +204,16 @@ FUSED_ATTENTION = (
 
 
 def cpu_has(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices in ``dtype`` (bf16 or fp16) natively, as oneDNN sees it."""
+    """True if oneDNN reports that this CPU multiplies matrices in ``dtype`` (bf16 or fp16)."""
     supported = "_is_mkldnn_bf16_supported" if dtype is torch.bfloat16 else "_is_mkldnn_fp16_supported"
     return torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, supported)()
 
 
 def cpu_has_lstm(dtype: torch.dtype) -> bool:
-    """Whether an LSTM trains in ``dtype`` under autocast here, without projections and on inputs that are not packed.
+    """True if a small LSTM runs in ``dtype`` under autocast on this CPU.
 
-    One is tried: oneDNN lacks most of them, and code may have switched oneDNN off.
+    It has no projection, and its input is not packed. It is tried out, because oneDNN lacks most
+    LSTMs, and user code may have switched oneDNN off.
     """
     one, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
     weights = [torch.zeros(4, 1, requires_grad=True) for _ in range(2)]
@@ -204,7 +227,10 @@ def cpu_has_lstm(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def without_onednn() -> Generator[None, None, None]:
-    """Within, operators on a CPU do not use oneDNN; the public switch sets its TF32 too, and warns of that."""
+    """Switch oneDNN off for operators on a CPU, and restore the setting at the end.
+
+    torch's public switch also sets oneDNN's TF32, and warns about it.
+    """
     before = _torch._C._get_mkldnn_enabled()
     _torch._C._set_mkldnn_enabled(False)
     try:
@@ -215,21 +241,25 @@ def without_onednn() -> Generator[None, None, None]:
 
 # ------------------------------------------------------------------ modules
 
-#: Parts that wrappers put into names: Fabric's, FSDP1's, ``torch.compile``'s, the checkpoint wrapper's. Not "module":
-#: no strategy here leaves that one behind, and a LightningModule may well call its model so.
+#: Parts of names that come from wrappers: Fabric, FSDP1, ``torch.compile``, the checkpoint wrapper.
+#: "module" is not here: no strategy leaves it in names, and users call their model so.
 WRAPPERS = frozenset({"_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
-#: a module's own buffers, to be changed in place
+#: the dict of a module's own buffers; changes of it change the module
 buffers_of = attrgetter("_buffers")
-#: where a module keeps its children, as they are now and will be
+#: the dict of a module's children; it reflects later changes
 children_of = attrgetter("_modules")
-#: what a batch norm of any dimension is, torch's ``SyncBatchNorm`` included
+#: the base class of batch norms of every dimension, and of torch's ``SyncBatchNorm``
 BATCH_NORM: Any = _torch.nn.modules.batchnorm._BatchNorm
 
 
 def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that ``operator`` writes to, lists of tensors flattened."""
+    """Return the arguments that ``operator`` writes to, with lists of tensors flattened.
+
+    Empty if it writes to none, and for an operator without a schema. ``None`` stands for such an
+    argument that was not passed.
+    """
     schema = getattr(operator, "_schema", None)  # operators of a higher order have none
     if schema is None or not schema.is_mutable:
         return []
@@ -243,12 +273,12 @@ def overwritten(operator: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def version(tensor: Tensor | None) -> int | None:
-    """How often it was written to; tensors made in inference mode do not count it."""
+    """Return how often a tensor was written to. ``None`` for ``None`` and in inference mode."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def saved_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """The buffers that are in a module's state dict."""
+    """Yield the buffers that are in the model's state dict, of its submodules too."""
     module: Any
     for module in model.modules():
         named = module.named_buffers(recurse=False)
@@ -256,36 +286,45 @@ def saved_buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 def unsaved_buffers(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The module's own buffers, with their names, that are in no state dict."""
+    """Yield name and tensor of the buffers of the module itself that are in no state dict."""
     for name, tensor in module.named_buffers(recurse=False):
         if name in module._non_persistent_buffers_set:
             yield name, tensor
 
 
 def has_forward_hooks(module: Any) -> bool:
-    """Whether anything is called before or after the module's forward."""
+    """True if the module has forward hooks or forward pre-hooks. Global hooks do not count."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def apply_to_tensors(module: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """What ``module.to()`` does: ``fn`` on every parameter, gradient and buffer."""
+    """Apply ``fn`` to every parameter, gradient and buffer, in place, as ``module.to()`` does.
+
+    A module with its own ``_apply`` may apply it to other tensors.
+    """
     module._apply(fn)
 
 
 def has_own_apply(cls: Any) -> bool:
-    """Whether the class decides itself what ``module.to()`` does: torch's LSTM, a metric, a detector with anchors."""
+    """True if the class overrides ``_apply``, by which ``module.to()`` works.
+
+    Examples are torch's LSTM, torchmetrics' metrics, and detectors with anchors.
+    """
     return cls._apply is not cast("Any", nn.Module)._apply
 
 
 def apply_takes_recurse(cls: Any) -> bool:
-    """Whether ``_apply`` of the class can be asked to leave its children out; many are written ``_apply(self, fn)``."""
+    """True if the class's ``_apply`` takes ``recurse``. Many overrides are ``_apply(self, fn)``."""
     parameters = inspect.signature(cls._apply).parameters
     return "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 @contextmanager
 def applied_in_place() -> Generator[None, None, None]:
-    """Within, ``module.to()`` keeps the identity of parameters, whatever ``torch.__future__`` says."""
+    """Make ``module.to()`` keep the identity of parameters within the context.
+
+    The settings of ``torch.__future__`` are restored at the end, also after an error.
+    """
     future: Any = torch.__future__
     overwrites = future.get_overwrite_module_params_on_conversion()
     swaps = future.get_swap_module_params_on_conversion()
@@ -298,12 +337,16 @@ def applied_in_place() -> Generator[None, None, None]:
         future.set_swap_module_params_on_conversion(swaps)
 
 
-#: the name of the function that ``module.type(dtype)`` applies: torchmetrics tells a cast by it, and keeps its states
+#: The name of the function that ``module.type(dtype)`` applies. torchmetrics recognises a cast by
+#: it, and then keeps its states.
 CAST_NAME = "Module.type.<locals>.<lambda>"
 
 
 def shard_storage(path: str, *, writes: bool = False) -> Any:
-    """Return the reader or writer of torch.distributed.checkpoint for a folder on the disk or behind fsspec."""
+    """Return torch.distributed.checkpoint's reader for a folder, or its writer with ``writes``.
+
+    A path with ``://`` is a folder of an fsspec filesystem. Any other path is on the disk.
+    """
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
     if "://" not in path:
@@ -315,9 +358,10 @@ def shard_storage(path: str, *, writes: bool = False) -> Any:
 
 
 def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
-    """What torch.distributed.checkpoint wrote to a folder, or what is below ``keys``: whole tensors on the CPU.
+    """Return the content of a torch.distributed.checkpoint folder, with whole tensors on the CPU.
 
-    Neither a model nor a process group is needed, and where there is a group, each rank reads for itself.
+    With ``keys``, only the entries below these keys are read. No model and no process group is
+    needed. It is no collective: each rank reads for itself.
     """
     from torch.distributed import checkpoint
 
@@ -329,35 +373,40 @@ def read_shards(path: Path, keys: set[str] | None = None) -> dict[str, Any]:
 
 
 def load_own_tensors(module: Any, state: dict[str, Any], prefix: str, *problems: list[str]) -> None:
-    """``load_state_dict`` for the tensors of ``module`` itself; adds to the lists missing, unexpected and errors.
+    """Load the tensors of ``module`` itself from ``state``, in place and strictly.
 
-    The module's own hooks may rename what is in ``state``.
+    Keys begin with ``prefix``. ``problems`` are the lists of missing keys, unexpected keys and
+    error messages. They are extended, and nothing is raised for their entries. The module's own
+    hooks may rename entries of ``state``.
     """
     module._load_from_state_dict(state, prefix, {}, True, *problems)
 
 
 def own_reset(module: nn.Module) -> Callable[[], Any] | None:
-    """What initialises the module's own tensors, if it has such a method."""
+    """Return the method that initialises the tensors of the module itself, or ``None``.
+
+    It is ``reset_parameters`` or ``_reset_parameters``.
+    """
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return reset if callable(reset) else None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, or ``module.forward = torch.compile(module.forward)`` written."""
+    """True after ``module.compile()``, or ``module.forward = torch.compile(module.forward)``."""
     own = vars(module)
-    forward = own.get("forward", own.get("_lmp_forward"))  # under the second name while the module is pinned
+    forward = own.get("forward", own.get("_lmp_forward"))  # a pinned module has the second name
     return own.get("_compiled_call_impl") is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def traces_graphs(root: nn.Module) -> bool:
-    """Whether ``torch.compile`` was used on a part of ``root``, or on anything in this process."""
+    """True if ``torch.compile`` was used on a part of ``root``, or ran anywhere in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     used = dynamo is not None and bool(dynamo.counters["stats"])
     return used or any(map(is_compiled, root.modules()))
 
 
 def reentrant(module: nn.Module) -> bool | None:
-    """Whether torch's checkpoint wrapper uses reentrant checkpointing; ``None`` where it is no such wrapper."""
+    """True if torch's checkpoint wrapper is reentrant, None if ``module`` is no such wrapper."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 
     return module.checkpoint_impl is CheckpointImpl.REENTRANT if isinstance(module, CheckpointWrapper) else None

@@ -1,4 +1,4 @@
-"""torchao's private names, each behind a function that says what it is for; it is imported where it is used."""
+"""torchao's private names, each behind a public name. torchao is imported in the functions."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,18 +15,23 @@ from torch import Tensor
 from lightning_mp.compat import quietly, require_versions
 from lightning_mp.errors import MissingExtraError
 
-#: the plan's words for recipes, and torchao's where they differ
+#: torchao's names of the plan's recipes, if they differ
 _RECIPES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
 
-#: rows (tokens, in) and a transposed weight (in, out) to their product (tokens, out), in FP8 in both passes
+#: multiplies rows (tokens, in) by a transposed weight (in, out), in FP8 in both passes
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def require() -> None:
-    """Import torchao's FP8 part; a MissingExtraError without it, a PlanError in a release out of bounds."""
+    """Import torchao's FP8 part.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        PlanError: its release is not supported.
+    """
     if find_spec("torchao") is None:
         raise MissingExtraError("torchao", "fp8", "precision 'fp8-mixed'")
-    with quietly():  # it has a line for each compiled library that does not fit this machine
+    with quietly():  # torchao logs a line for each compiled library that does not fit this machine
         import_module("torchao.float8")
     require_versions("MixedPrecisionPlan", "torchao")
 
@@ -34,9 +39,12 @@ def require() -> None:
 def loadable_anywhere(tensor: Tensor) -> Tensor:
     """Return torchao's ``tensor`` in a form that ``torch.load`` rebuilds under any ``map_location``.
 
-    torch's own pickle of such a tensor takes no function as ``map_location``, and Lightning's strategies give one. This
-    pickle is a call of its class with the tensors and the plain values it is made of. The memory is shared. Any other
-    tensor is returned as it is, and one of torchao's that cannot be made of its attributes.
+    torch's own pickle of such a tensor accepts no function as ``map_location``, and Lightning's
+    strategies pass one. This pickle is a call of its class with its tensors and plain values. The
+    memory is shared.
+
+    Any other tensor is returned unchanged. So is a torchao tensor that cannot be rebuilt from its
+    attributes.
     """
     kind: Any = type(tensor)
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
@@ -53,7 +61,11 @@ def loadable_anywhere(tensor: Tensor) -> Tensor:
 
 
 def _arguments_of(tensor: Any) -> list[Any]:
-    """Return the arguments that the class of ``tensor`` was called with: its attributes of the same names."""
+    """Return the arguments that build ``tensor`` again: its attributes of the arguments' names.
+
+    Raises:
+        AttributeError: an argument has no attribute of its name.
+    """
     return [getattr(tensor, name) for name in list(signature(type(tensor).__new__).parameters)[1:]]
 
 
@@ -73,7 +85,12 @@ def _float8(module: str) -> Any:
 
 @cache
 def _recipe(recipe: str, emulate: bool) -> tuple[Any, Any]:
-    """Torchao's configuration for one of the plan's recipes, and that of its three products."""
+    """Return torchao's configurations for one of the plan's recipes: of the layer, of the products.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        PlanError: its release is not supported.
+    """
     require()
     tensors = _float8("float8_training_tensor")
     config = _float8("config").Float8LinearConfig.from_recipe_name(_RECIPES.get(recipe, recipe))
@@ -85,7 +102,7 @@ def _recipe(recipe: str, emulate: bool) -> tuple[Any, Any]:
 
 @cache
 def _has_mx_kernels() -> bool:
-    """Whether MXFP8 runs here as such: capability 10.x, CUDA 12.8 or newer, and torchao's own kernels for it."""
+    """True if this machine has MXFP8 kernels: capability 10.x, CUDA 12.8, torchao's library."""
     cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
     if cuda < (12, 8) or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10:
         return False
@@ -97,7 +114,10 @@ def _has_mx_kernels() -> bool:
 
 
 def emulates(recipe: str, emulate: bool) -> bool:
-    """Whether the products of a recipe are computed from the rounded numbers in a wider format."""
+    """True if a recipe rounds its operands to FP8 and multiplies them in a wider format.
+
+    It is True with ``emulate``, and for MXFP8 on a machine without its kernels.
+    """
     return emulate or (recipe.startswith("mxfp8") and not _has_mx_kernels())
 
 
@@ -108,7 +128,8 @@ def _mx_product(recipe: str, emulate: bool) -> Product:
     kernels = mx.KernelPreference.EMULATED if emulates(recipe, emulate) else mx.KernelPreference.AUTO
 
     def multiplied(rows: Tensor, weight_t: Tensor) -> Tensor:
-        # It takes one dtype, contiguous. RCEIL rounds scales up, so that nothing saturates; FLOOR errs by half more.
+        # torchao takes contiguous operands of one dtype. RCEIL rounds scales up, so that no number
+        # saturates. The error of FLOOR is larger by a half.
         weight_of = weight_t.t().to(rows.dtype).contiguous()
         return mx._to_mxfp8_then_scaled_mm(
             rows.contiguous(), weight_of, kernels, mx.ScaleCalculationMode.RCEIL, recipe.endswith("_gw_hp")
@@ -119,18 +140,29 @@ def _mx_product(recipe: str, emulate: bool) -> Product:
 
 @cache
 def product(recipe: str, *, emulate: bool) -> Product:
-    """The product of one of the plan's recipes; with ``emulate`` it is computed in fp32 from the rounded numbers."""
+    """Return the function that multiplies by one of the plan's recipes.
+
+    With ``emulate`` it rounds the operands to FP8 and multiplies them in fp32. MXFP8 is also
+    emulated on a machine without its kernels.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        PlanError: its release is not supported.
+    """
     if recipe.startswith("mxfp8"):
         return _mx_product(recipe, emulate)
     config, how = _recipe(recipe, emulate)
-    # as torchao's own conversion: its kernels are wrong without
+    # torchao's own conversion applies this patch too. Without it compiled kernels are wrong.
     _float8("_inductor_patch")._patch_inductor_min_max_codegen()
     multiply = _float8("float8_linear").matmul_with_hp_or_float8_args.apply
     return lambda rows, weight_t: multiply(rows, weight_t, how, config)
 
 
 def largest_number(recipe: str, role: str) -> float:
-    """Return the largest number of the format in which a recipe rounds ``"input"``, ``"weight"`` or ``"gradient"``."""
+    """Return the largest number of the format in which a recipe rounds an operand.
+
+    ``role`` is ``"input"``, ``"weight"`` or ``"gradient"``.
+    """
     if recipe.startswith("mxfp8"):
         return torch.finfo(torch.float8_e4m3fn).max
     config, _ = _recipe(recipe, False)
@@ -146,38 +178,48 @@ def largest_number(recipe: str, role: str) -> float:
 
 
 def scales(amax: Tensor) -> Tensor:
-    """The scales under which the largest magnitudes ``amax`` (fp32, any shape) become e4m3's largest number."""
+    """Return the scales that map the largest magnitudes ``amax`` to e4m3's largest number.
+
+    ``amax`` is in fp32, of any shape.
+    """
     return _float8("float8_utils").amax_to_scale(amax, torch.float8_e4m3fn)
 
 
 def rounded(weight: Tensor, scale: Tensor) -> Tensor:
-    """``weight * scale`` in e4m3."""
+    """Return ``weight * scale``, rounded to e4m3. Numbers beyond its range saturate."""
     return _float8("float8_utils").to_fp8_saturated(weight.float() * scale, torch.float8_e4m3fn)
 
 
 def weight(data: Tensor, scale: Tensor, dtype: torch.dtype, *, emulate: bool) -> Tensor:
-    """A tensor that holds the bytes ``data`` as e4m3 and gives itself out as ``dtype``, for ``product`` to multiply."""
+    """Return torchao's tensor of the e4m3 bytes ``data``, for the tensorwise product.
+
+    ``dtype`` is the dtype that the tensor reports, and the dtype of the numbers before rounding.
+    """
     tensors, (_, how) = _float8("float8_training_tensor"), _recipe("tensorwise", emulate)
     role = tensors.GemmInputRole.WEIGHT
     return tensors.Float8TrainingTensor(data.view(torch.float8_e4m3fn), scale, dtype, how, gemm_input_role=role)
 
 
 def set_scale(tensor: Any, scale: Tensor) -> None:
-    """Give a tensor made by ``weight`` the scale of other bytes."""
+    """Replace the scale of a tensor that ``weight`` has made."""
     tensor._scale = scale
 
 
-#: a tensor that holds FP8, in what it gives itself out as
+#: casts torchao's FP8 tensor to the dtype that it reports
 restored = methodcaller("to_original_precision")
 
 
 def held_dtype(tensor: Any) -> torch.dtype:
-    """The dtype of what the tensor holds: a tensor of torchao's that is FP8 gives itself out as what it was made of."""
+    """Return the dtype of the stored numbers.
+
+    torchao's FP8 and MX tensors report the dtype from which they were made. For any other tensor it
+    is its dtype.
+    """
     if type(tensor).__name__ == "MXTensor":
         return tensor.qdata.dtype
     return tensor._data.dtype if holds_fp8(tensor) else tensor.dtype
 
 
 def holds_fp8(tensor: Tensor) -> bool:
-    """Whether it is a tensor of torchao's that is FP8."""
+    """True if the tensor is torchao's FP8 tensor with one scale, not an MX tensor."""
     return type(tensor).__name__ == "Float8TrainingTensor"
