@@ -13,14 +13,14 @@ from lightning_mp.policy import precision_word
 from lightning_mp.policy.hardware import GPU, find
 from lightning_mp.policy.precision_policy import precision_fix
 
-#: FLOPs of a trained token by convention, as printed next to an MFU. N: active parameters of a token;
+#: FLOPs of a trained token by convention, as printed next to an MFU. N: active parameters;
 #: E: parameters of the input embeddings; L, h, s: layers, width, sequence length
 CONVENTIONS = {
     "mosaicml": "6N + 12Lhs",  # llm-foundry, scripts/train/benchmarking/README.md
     "megatron": "6(N - E) + 6Lhs",  # Megatron-Bridge, docs/performance-summary.md: a causal mask halves attention
     "recompute": "8N + 16Lhs",  # Narayanan et al. 2021, equation 3: every layer's forward counted twice
 }
-#: Llama's head size, vocabulary and sequence length, for a model of which only the size is known
+#: Llama's head size, vocabulary and sequence length: defaults if only the model's size is known
 _HEAD, _VOCAB, _SEQUENCE = 128, 32000, 2048
 #: parameters, layers and width of usual models (GPT-3 table 2.1, Llama 1 to 3)
 _USUAL = (
@@ -43,8 +43,9 @@ _USUAL = (
 class ModelShape:
     """The size of a decoder-only transformer. Every field except ``gated`` is a whole number.
 
-    Fields that are left out, or 0, are filled in: heads of size 128, as many key-value heads, an MLP
-    of four times the width, Llama 2's vocabulary, 2048 tokens. ``seq_len`` is in tokens.
+    ``heads``, ``kv_heads``, ``intermediate`` and ``active`` are filled in if they are 0: heads of
+    size 128, as many key-value heads, an MLP of four times the width, all parameters active.
+    ``seq_len`` is in tokens.
 
     For a mixture of experts ``params`` counts all parameters, and ``active`` the parameters that
     one token uses. ``intermediate`` is then the width of all experts of a token together.
@@ -123,7 +124,7 @@ class ModelShape:
         length = seq_len or longest or _SEQUENCE
         if experts > 1:
             return _mixture(known, experts, params, cls(1, layers, hidden, heads, kv_heads, wide, vocab, length))
-        # a user's own config has no family; an MLP of four times the width, like GPT-2's, has no gate
+        # without a family: an MLP of four times the width, like GPT-2's, has no gate
         family = FAMILIES.get(kind) or Family(gated=wide != 4 * hidden or "rms_norm_eps" in known)
         counted = _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=family.gated, head=head)
         if family.positions:
@@ -340,8 +341,8 @@ def checked(
     """Return the checked layout, or ``None`` after adding a fault for each wrong word.
 
     Faults of the degrees are added too, but then the layout is returned. ``words`` are further
-    fields of :class:`Layout`, of which ``gpus`` is required. If ``data`` or ``accumulate`` is left
-    out or ``None``, it follows from the others. ``strategies`` are the allowed names.
+    fields of :class:`Layout`. Among them ``gpus`` is required. If ``data`` or ``accumulate``
+    is missing or ``None``, it follows from the others. ``strategies`` are the allowed names.
     """
     card, mode = find(gpu, faults), precision_word(precision)
     if mode not in PRECISIONS:

@@ -1,1 +1,1 @@
-"""What will go wrong in a run, found before its first step."""
+"""Checks that find problems of a run before its first step."""

@@ -1,4 +1,4 @@
-"""``doctor``: what will go wrong in a run, found before its first step, by checks of the model and of its training."""
+"""``doctor``: checks of a model and its training that find problems before the first step."""
 
 import math
 import re
@@ -28,23 +28,28 @@ from lightning_mp.record.findings import Finding
 
 #: bits of the significand, the hidden one included
 _BITS = {"bf16": 8, "fp16": 11}
-#: below this part of the weights that are multiplied, odd sizes (a head with 10 classes) cost nothing worth naming
+#: odd sizes in less than this share of the weights (a head with 10 classes) are not worth a finding
 _SHARE = 0.1
-#: a table as small as this holds segments or classes, no vocabulary
+#: an embedding of at most this many rows holds segments or classes, not a vocabulary
 _SMALL_TABLE = 32
-#: in the name of a buffer that holds positions, or of its module's class
+#: matches the name of a buffer of positions, or of its module's class
 _POSITIONS = re.compile(
     "rotary|rope|inv_freq|freqs|sinusoid|timescale|theta|embed_positions|pos_e|positional|^pe$|cos_|sin_|^(cos|sin)$",
     re.IGNORECASE,
 )
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 FP16_MAX = 65504.0
-#: Under it a gradient of 1/256 still fits into fp16: a mean over 256 numbers has such a one at the loss.
+#: up to this scale a gradient of 1/256 fits into fp16; the mean of 256 numbers has such gradients
 HIGH_SCALE = 2.0**24
 
 
 def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
-    """Trained weights that are in half precision alone, as loaded or by the mode; a pin says that it is meant."""
+    """Yield findings about trained weights in half precision.
+
+    A warning if they have no fp32 master weights, except pinned weights. An info if a plan makes
+    master weights from them. An error if Lightning's GradScaler refuses fp16 weights; an info if a
+    plan prevents that.
+    """
     load = "load them in fp32: from_pretrained(..., dtype=torch.float32), or model.float() before training"
     stored = {name: case.stored(one) for name, one in case.trained.items() if id(one) not in case.pinned}
     half = [name for name, dtype in stored.items() if dtype in HALF]
@@ -72,11 +77,16 @@ def half_weights(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def refused(case: ModelUnderTest) -> Iterator[Finding]:
-    """What the device does not do, or a plan refuses of the model before its first step."""
+    """Yield findings about formats that the device lacks, and about faults that a plan would raise.
+
+    The plan's checks of the module names are left out if the model has a ``configure_model`` or
+    ``setup`` of its own, because it may still lack modules.
+    """
     policy, device, faults = case.policy, case.device, Faults()
     pins = [] if policy is None else [pin.pattern for pin in policy.pins if pin.dtype == "bf16"]
     needed, none = case.compute == "bf16" or bool(pins), device.bf16 == "none"
-    if needed and device.bf16 != "native" and device.type != "cpu":  # on a CPU one checks, and waits for no speed
+    # a CPU is for checking, so its speed is no finding
+    if needed and device.bf16 != "native" and device.type != "cpu":
         says = "has no bf16" if none else "computes bf16 in fp32 and rounds"
         what = f"{device.name} {says}, under {case.precision}{f' with bf16 pins on {listed(pins)}' if pins else ''}"
         why = "the run is refused" if none else "results are correct, but no faster than in fp32"
@@ -90,7 +100,7 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
     here = torch.device(device.type if device.type == "cpu" else "meta")
     engine = EagerEngine(policy, device=here, scaler=LossScaler(), distributed=False)
     if not any(is_overridden(name, case.model, LightningModule) for name in ("configure_model", "setup")):
-        engine.check(case.model, faults)  # else modules may be missing that a pattern names
+        engine.check(case.model, faults)  # those hooks may still add modules that a pattern names
     if engine.lstms:
         name = next(iter(engine.lstms))
         why = "the run is refused when it is called; oneDNN has no such kernel, except for packed inputs"
@@ -104,7 +114,10 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
-    """fp32 products on a device with TF32, where TF32 is neither allowed nor ruled out."""
+    """Yield an info about fp32 products on a device with TF32.
+
+    Nothing is found if TF32 is already allowed, or the plan sets ``tf32``, to any value.
+    """
     callbacks: Any = case.trainer.get("callbacks") or ()
     callbacks = callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,)
     decided = case.policy is not None and case.policy.tf32 is not None
@@ -123,10 +136,13 @@ def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
-    """Linear layers, and a vocabulary, whose sizes are not multiples of a tensor core's tile."""
+    """Yield an info about linear layers and a vocabulary that do not fill a tensor core's tiles.
+
+    Layers other than the vocabulary's count only if they hold a tenth of the weights together.
+    """
     fp8 = None if case.policy is None else case.policy.fp8
     compute = case.compute if fp8 is None else "fp8"
-    # 16 bytes, of what the product runs in: NVIDIA's "Deep Learning Performance Guide", matrix multiplication,
+    # 16 bytes of the product's format: NVIDIA's "Deep Learning Performance Guide", matrix multiplication,
     # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/ (table 1)
     multiples = {"fp16": 8, "bf16": 8, "fp8": 16 if fp8 is None else fp8.multiple}
     multiple = multiples.get(compute, 1)
@@ -154,14 +170,18 @@ def not_aligned(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
-    """Norms whose weights are, and sums would be, in half precision, and epsilons of theirs that are 0 there."""
+    """Yield warnings about norms that sum in half precision, and about their epsilons that become 0.
+
+    A norm that casts to fp32 in its own forward is left out.
+    """
     norms: dict[str, tuple[nn.Module, str]] = {}
     for name, module in case.modules:
         kind = original_class(module)
         if "norm" in kind.__name__.lower() and next(module.children(), None) is None:
             first, pin = next(iter(module.parameters(recurse=False)), None), case.pinned.get(id(module))
             stored = pin or case.storage or ("fp32" if first is None else case.stored(first))
-            if stored in HALF and not _casts_itself(kind):  # with fp32 weights torch's kernels sum in fp32
+            # with fp32 weights torch's kernels sum in fp32
+            if stored in HALF and not _casts_itself(kind):
                 norms[name] = module, stored
     if not norms:
         return
@@ -180,7 +200,11 @@ def half_norms(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def positions_rounded(case: ModelUnderTest) -> Iterator[Finding]:
-    """Buffers of positions (rotary frequencies) that a true mode rounds, and neither a pin nor the model keeps."""
+    """Yield a warning about buffers of positions (rotary frequencies) that a half buffer dtype rounds.
+
+    Buffers are left out if a pin or the model itself keeps them in fp32, or if the dtype holds them
+    exactly.
+    """
     policy = case.policy
     stored = case.storage if policy is None else (policy.buffer_dtype or case.storage)
     if stored not in HALF:
@@ -209,17 +233,23 @@ def _vanishes(eps: float, dtype: str) -> bool:
 
 
 def _casts_itself(kind: type[nn.Module]) -> bool:
-    """Whether a norm of someone's own, as transformers' RMS norms, casts what it sums over to fp32."""
+    """True if a norm's own forward casts its input to fp32, like transformers' RMS norms.
+
+    The source decides. Return True if there is none.
+    """
     if kind.forward.__module__.startswith("torch.nn."):
         return False
     try:
         return ".float()" in (source := getsource(kind.forward)) or "float32" in source
-    except (OSError, TypeError):  # no source: compiled, or written in a shell
+    except (OSError, TypeError):  # there is no source: compiled, or typed in a shell
         return True
 
 
 def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
-    """An initial scale that nearly every gradient overflows at: each halving costs a step."""
+    """Yield a finding if nearly every gradient overflows at the initial loss scale.
+
+    It is an error if the scale's floor is as high, because then every step is skipped.
+    """
     rule = case.scaling
     if rule is None or rule.init_scale <= HIGH_SCALE:
         return
@@ -237,7 +267,7 @@ def scale_overflows_at_once(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
-    """fp16 gradients whose scaled sum over micro-batches may overflow although that of each fits."""
+    """Yield a warning if scaled fp16 gradients fit, but their sum over micro-batches may overflow."""
     rule, parts = case.scaling, int(case.trainer.get("accumulate_grad_batches") or 1)
     half = any(case.stored(parameter) == "fp16" for parameter in case.trained.values())
     if rule is None or parts <= 1 or not half or rule.init_scale < FP16_MAX:
@@ -245,14 +275,17 @@ def accumulation_overflows(case: ModelUnderTest) -> Iterator[Finding]:
     what = f"{parts} micro-batches are summed in fp16 at a loss scale of {rule.init_scale:g}"
     overflows = f"the sum overflows where a gradient is {FP16_MAX / rule.init_scale:.3g} or more"
     why = f"fp16 ends at {FP16_MAX:g}: {overflows}, although that of each micro-batch fits"
-    # the power of 2 that leaves a factor of 16 below the limit
+    # the power of 2 that keeps the sum a factor of 16 below the limit
     scale = 2.0 ** (math.floor(math.log2(FP16_MAX / parts)) - 4)
     fix = f"set init_scale={scale!r}, or use 16-mixed, whose gradients are fp32"
     yield Finding("accumulation_overflows", "warning", what, why, fix, "accumulate_grad_batches")
 
 
 def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
-    """An ``eps`` that is 0 with fp16 state; fused kernels compute in fp32."""
+    """Yield an error for each optimizer whose ``eps`` becomes 0 in fp16 state.
+
+    Fused optimizers are left out, because they compute in fp32.
+    """
     if not any(case.stored(parameter) == "fp16" for parameter in case.trained.values()):
         return
     for optimizer in _configured(case)[0]:
@@ -268,7 +301,10 @@ def optimizer_eps_underflows(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def schedule_counts_skips(case: ModelUnderTest) -> Iterator[Finding]:
-    """A schedule that goes on at steps that a stock loss scaler skips; a plan holds it."""
+    """Yield a warning about schedules that advance on skipped steps, under Lightning's own scaler.
+
+    A plan holds its schedules on a skipped step.
+    """
     if case.scaling is None or case.policy is not None:
         return
     names = [type(schedule.scheduler).__name__ for schedule in _configured(case)[1] if schedule.interval == "step"]
@@ -280,7 +316,11 @@ def schedule_counts_skips(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
-    """The optimizers, and each schedule with its interval: given, or what ``configure_optimizers`` returns."""
+    """Return the optimizers and the schedules with their intervals.
+
+    The user's ``optimizer`` comes first, else ``configure_optimizers`` is called. Its effects on
+    the model are undone, except on the values of parameters. Both lists are empty without either.
+    """
     given = case.optimizer
     if given is None and isinstance(case.model, LightningModule):
         with untouched(case.model, torch.device("cpu")):
@@ -289,7 +329,7 @@ def _configured(case: ModelUnderTest) -> tuple[list[Any], list[Any]]:
 
 
 def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
-    """Every key of the JSON that contradicts the precision or the Trainer, with both values."""
+    """Yield an error for each key of the DeepSpeed JSON that contradicts the precision or the Trainer."""
     own, trainer, faults = case.strategy, case.trainer, Faults()
     stock = DeepSpeedStrategy in type(own).__mro__
     given = (own._given or {}) if stock and hasattr(own, "plan_engine") else own.config if stock else own
@@ -303,7 +343,7 @@ def deepspeed_contradicts_trainer(case: ModelUnderTest) -> Iterator[Finding]:
     if trainer:
         devices, nodes = (trainer.get("devices") or "auto"), (trainer.get("num_nodes") or 1)
         world = devices * nodes if isinstance(devices, int) and devices > 0 else None
-        # without a known number of devices nothing can be said of the whole batch
+        # the whole batch can only be checked with a known number of devices
         config = {key: value for key, value in json.items() if world is not None or key != "train_batch_size"}
         clip = trainer.get("gradient_clip_val") if trainer.get("gradient_clip_algorithm") in (None, "norm") else None
         accumulate = int(trainer.get("accumulate_grad_batches") or 1)
@@ -330,22 +370,29 @@ def doctor(
     optimizer: Any = None,
     device: Device | None = None,
 ) -> list[Finding]:
-    """What will go wrong in training ``model``, before it does: findings, most severe first; none for a healthy run.
+    """Return findings about the training of ``model``, most severe first. A healthy run has none.
 
-    The model is left as it is: parameters, gradients, buffers, training mode, hooks and random numbers. A check that
-    cannot be made on it is skipped, and logged at level INFO by the logger ``lightning_mp.preflight.fit_checks``.
+    The model's parameters, gradients, buffers, training mode and hooks are unchanged, and so are
+    random numbers. A check that fails with an exception is skipped. The logger
+    ``lightning_mp.preflight.fit_checks`` notes it at level INFO.
 
     Args:
         model: a LightningModule, or any module.
-        plan: a MixedPrecisionPlan, its policy or a mapping of its fields; one of Lightning's own precisions
-            (``"16-mixed"``) or plugins; ``None``: what ``trainer_args`` says.
-        strategy: a strategy or its name; a DeepSpeed JSON as a mapping; ``None``: what ``trainer_args`` says.
-        trainer_args: the Trainer's arguments: ``accelerator``, ``accumulate_grad_batches``, ``gradient_clip_val``, ….
-        optimizer: what ``configure_optimizers`` would return, where it cannot be called without a Trainer.
-        device: the device it will run on, where that is not the one ``trainer_args`` chooses on this machine.
+        plan: a MixedPrecisionPlan, its policy, or a mapping of its fields. It may also be one of
+            Lightning's own precisions (``"16-mixed"``) or precision plugins. ``None`` takes the
+            plugin or the precision of ``trainer_args``.
+        strategy: a strategy, its name, or a DeepSpeed JSON as a mapping. ``None`` takes the one of
+            ``trainer_args``.
+        trainer_args: the Trainer's arguments, such as ``accelerator``, ``accumulate_grad_batches``
+            and ``gradient_clip_val``.
+        optimizer: the result of ``configure_optimizers``, for a model that cannot call it without a
+            Trainer.
+        device: the device of the run. ``None`` takes the device that ``trainer_args`` chooses on
+            this machine.
 
     Raises:
-        PlanError: ``model`` is no module, or ``plan`` is none; every fault of a plan at once.
+        PlanError: ``model`` is no module or belongs to the other copy of Lightning, or ``plan`` is
+            no plan. All faults of a mapping are reported together.
     """
     case = case_of(model, plan, strategy, trainer_args or {}, device, optimizer=optimizer)
     findings = [finding for check in CHECKS for finding in made(check, case)]

@@ -1,4 +1,4 @@
-"""What the doctor examines, and the few checks that every fit makes: one walk over the modules."""
+"""The model that the doctor examines, and the few cheap checks that every fit makes."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUnderTest:
-    """One model under one way to train it.
+    """A model, and the precision, device, strategy and Trainer arguments of its training.
 
-    ``policy`` is ``None`` under Lightning's own plugins; ``storage`` is what unpinned parameters are cast to, ``None``
-    where they stay as they are.
+    ``policy`` is ``None`` under Lightning's own plugins. ``storage`` is the dtype that unpinned
+    parameters are cast to, or ``None`` if they keep their dtypes.
     """
 
     model: nn.Module
@@ -49,22 +49,25 @@ class ModelUnderTest:
 
     @cached_property
     def modules(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Every module once, by its first name; the model itself is ``""``."""
+        """Every module once, with its first name. The model's own name is empty."""
         return tuple(self.model.named_modules())
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every floating parameter once, by its first name."""
+        """Every floating-point parameter once, by its first name."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.is_floating_point()}
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Those of ``parameters`` that are trained."""
+        """The ``parameters`` that require gradients."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @cached_property
     def pinned(self) -> dict[int, str]:
-        """``id`` of every pinned module, and of every pinned parameter → the pin's dtype."""
+        """The dtype of each pinned module and its parameters, by ``id``.
+
+        Tensors that the model itself keeps in fp32 are in it too. It is empty without a plan.
+        """
         if self.policy is None:
             return {}
         pin_map = pins.resolve(
@@ -74,11 +77,11 @@ class ModelUnderTest:
 
     @cached_property
     def _kept(self) -> dict[int, torch.dtype]:
-        """Quantized weights, their scales and float64 parameters, which a plan does not cast."""
+        """The tensors that a plan does not cast, by ``id``: quantized weights, their scales, float64 parameters."""
         return {} if self.policy is None else pins.kept_dtypes(self.model, to_torch(self.policy.storage_dtype))
 
     def stored(self, parameter: Tensor) -> str:
-        """What ``parameter`` will be stored in while it is trained: ``"fp32"``, ``"bf16"``, …."""
+        """Return the dtype in which ``parameter`` is stored during training, such as ``"fp32"``."""
         storage = None if id(parameter) in self._kept else self.storage
         return self.pinned.get(id(parameter)) or storage or dtype_name(parameter.dtype)
 
@@ -91,7 +94,12 @@ def case_of(
     target: hardware.Device | None = None,
     **given: Any,
 ) -> ModelUnderTest:
-    """The case for what a user hands to the doctor; PlanError where there is no such model or plan."""
+    """Return the model under test for the arguments of :func:`lightning_mp.doctor`.
+
+    Raises:
+        PlanError: ``model`` is no module or belongs to the other copy of Lightning, or ``plan`` is
+            no plan.
+    """
     if not isinstance(model, nn.Module):
         raise PlanError.of(f"model={model!r} is not a torch.nn.Module", "pass the module itself", "doctor")
     check_copy(model, "doctor")
@@ -110,7 +118,7 @@ def case_of(
 
 
 def _plan_in(trainer: Mapping[str, Any]) -> Any:
-    """The plan, plugin or precision among Trainer arguments; Lightning's default is 32-true."""
+    """Return the plan, plugin or precision in Trainer arguments; else ``"32-true"``, Lightning's default."""
     plugins = trainer.get("plugins") or ()
     for plugin in cast("Iterable[Any]", plugins if isinstance(plugins, (list, tuple)) else (plugins,)):
         if hasattr(plugin, "policy") or isinstance(getattr(plugin, "precision", None), str):
@@ -119,7 +127,11 @@ def _plan_in(trainer: Mapping[str, Any]) -> Any:
 
 
 def _stock(plan: Any, given: dict[str, Any]) -> ModelUnderTest:
-    """The case of Lightning's own plugin, given as such or by its precision."""
+    """Return the model under test for one of Lightning's own plugins, or its precision.
+
+    Raises:
+        PlanError: ``plan`` is neither.
+    """
     word = str(getattr(plan, "precision", plan))
     precision = precision_word(word) or word
     if precision not in STOCK_PRECISIONS:
@@ -131,7 +143,8 @@ def _stock(plan: Any, given: dict[str, Any]) -> ModelUnderTest:
     scaling = LossScaling.torch(**({} if scaler is None else {"init_scale": scaler.get_scale()}))
     return ModelUnderTest(
         precision=precision,
-        storage=None if storage == "fp32" else storage,  # Lightning casts to half and double precision alone
+        # Lightning casts only to half and double precision
+        storage=None if storage == "fp32" else storage,
         compute=compute,
         scaling=scaling if precision == "16-mixed" else None,
         **given,
@@ -139,7 +152,10 @@ def _stock(plan: Any, given: dict[str, Any]) -> ModelUnderTest:
 
 
 def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
-    """The device that Trainer arguments choose on this machine, as Lightning does; its facts."""
+    """Return the facts of the device that Lightning would choose for these arguments.
+
+    If they ask for a GPU and this machine has none, return a CUDA device of unknown facts.
+    """
     accelerator = str(trainer.get("accelerator") or "auto").lower()
     for kind, backend in (("cuda", torch.cuda), ("mps", torch.backends.mps)):
         if accelerator in ("auto", "gpu", kind) and backend.is_available():
@@ -150,23 +166,27 @@ def device_of(trainer: Mapping[str, Any]) -> hardware.Device:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Some of ``names``, and how many more there are."""
+    """Return the first four of ``names`` as text, and the number of the others."""
     every = [name or "the model itself" for name in names]
     return ", ".join([*every[:4], *([f"{len(every) - 4} more"] if len(every) > 4 else [])])
 
 
 def below(name: str, above: str) -> bool:
-    """Whether the module called ``name`` is ``above`` or lies in it."""
+    """True if the module ``name`` is ``above`` or lies in it."""
     return not above or name == above or name.startswith(f"{above}.")
 
 
 def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
-    """Modules with trainable weights in eval mode, which Lightning has not changed since 2.2."""
+    """Yield a warning about modules in eval mode that have trainable weights.
+
+    ``Trainer.fit`` does not switch them to training mode since Lightning 2.2. Norms alone are left
+    out, because their statistics may be frozen on purpose.
+    """
     tops: list[str] = []
     for name, module in case.modules:
         if module.training or any(below(name, top) for top in tops):
             continue
-        # A frozen part belongs in eval mode, and so may a norm whose statistics are to stay.
+        # a frozen part belongs in eval mode, and a norm may keep its statistics there
         alone = bool(name) and "norm" in type(module).__name__.lower() and next(module.children(), None) is None
         if not alone and any(parameter.requires_grad for parameter in module.parameters()):
             tops.append(name)
@@ -181,7 +201,10 @@ def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 class Block(NamedTuple):
-    """A module that recomputes its activations; ``reentrant`` ones compute no gradients for inputs without them."""
+    """A module that recomputes its activations.
+
+    If it is ``reentrant`` and no input requires a gradient, its parameters get no gradients.
+    """
 
     name: str
     module: nn.Module
@@ -189,11 +212,13 @@ class Block(NamedTuple):
 
 
 def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
-    """Reentrant checkpointing of blocks whose inputs need no gradient (LoRA): nothing in them is trained.
+    """Yield an error if reentrant checkpointing cuts off gradients, as with LoRA.
 
-    The plan's own checkpointing and every other non-reentrant one train as they should. Nothing is said where a hook
-    may turn gradients on, or something trained may run before the blocks: in the transformers model that they are in,
-    what is defined behind the last one does not.
+    The blocks' inputs require no gradients there, so nothing in the blocks is trained.
+    Non-reentrant checkpointing, the plan's own included, is right.
+
+    Nothing is found if a forward hook may turn on gradients, or if a trained parameter may be used
+    before the blocks. In a transformers model, modules defined after the last block run after it.
     """
     blocks = [block for block in _blocks(case) if block.reentrant]
     within = {id(module) for block in blocks for module in block.module.modules()}
@@ -225,7 +250,11 @@ def no_input_gradients(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
-    """A key-value cache that is filled again by every recomputation."""
+    """Yield a finding for each transformers model that keeps a key-value cache while it recomputes.
+
+    An error with reentrant torch wrappers, whose gradients are wrong. A warning with other blocks,
+    and an info under the plan's own checkpointing, which turns the cache off.
+    """
     blocks = list(_blocks(case))
     by_plan = case.policy is not None and case.policy.checkpointing is not None
     for name, module in case.modules:
@@ -244,7 +273,11 @@ def use_cache(case: ModelUnderTest) -> Iterator[Finding]:
 
 
 def _blocks(case: ModelUnderTest) -> Iterator[Block]:
-    """What is checkpointed now, outermost torch wrappers and innermost transformers modules."""
+    """Yield the blocks that are checkpointed now.
+
+    They are torch's checkpoint wrappers, and the innermost transformers modules with
+    ``gradient_checkpointing`` on. For a flagged model its layers are yielded.
+    """
     on = [each for each in case.modules if getattr(each[1], "gradient_checkpointing", False) is True]
     flagged = {name for name, module in on if module.training and checkpointing_function(module) is not None}
     for name, module in case.modules:
@@ -253,7 +286,7 @@ def _blocks(case: ModelUnderTest) -> Iterator[Block]:
             yield Block(name, module, wrapped)
         elif name in flagged and not any(other != name and below(other, name) for other in flagged):
             keywords = getattr(checkpointing_function(module), "keywords", {})
-            # a model's flag speaks for its layers
+            # the flag of a model is for its layers
             lists = [(key, child) for key, child in module.named_children() if isinstance(child, nn.ModuleList)]
             layers = [(f"{key}.{at}", layer) for key, each in lists for at, layer in each.named_children()]
             for at, block in layers or [("", module)]:
@@ -266,16 +299,22 @@ CHEAP = (eval_mode, no_input_gradients, use_cache)
 
 
 def made(check: Check, case: ModelUnderTest) -> list[Finding]:
-    """What ``check`` finds; nothing, and a line in the log, where it cannot be made."""
+    """Return the findings of ``check``. If it raises an exception, log it and return an empty list."""
     try:
         return list(check(case))
-    except Exception as error:  # a model may have anything in it; the other checks still help
+    except Exception as error:  # any model may come; the other checks still help
         _log.info("the check %s could not be made: %s: %s", check.__name__, type(error).__name__, error)
         return []
 
 
 def warn_at_fit(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Warn once of what the cheap checks find: no forward, no optimizer, one walk over the modules."""
+    """Warn once, on rank 0, of the cheap checks' warnings and errors.
+
+    No forward runs and no optimizer is made.
+
+    Raises:
+        PlanError: ``module`` is no module, or belongs to the other copy of Lightning.
+    """
     case = case_of(module, policy, None, {"accelerator": "cpu"})
     findings = [finding for check in CHEAP for finding in made(check, case) if finding.severity != "info"]
     if findings:
