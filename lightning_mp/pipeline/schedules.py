@@ -1,4 +1,4 @@
-"""torch's schedules, the gradients that they leave, and the step on those."""
+"""torch's pipeline schedules, a store for their gradients, and the step engine under them."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -24,14 +24,17 @@ SCHEDULES: dict[str, Any] = {
     "1f1b": pipelining.Schedule1F1B,
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
 }
-#: those that run several stages on a rank
+#: the schedules that run several stages on a rank
 SEVERAL = ("interleaved_1f1b",)
-#: the error of a batch, or of what the module made of it, from what was given and what to do
+#: makes the PlanError of the strategy from a problem and its fix
 refused = partial(PlanError.of, subject="strategy")
 
 
 class WatchedStage(PipelineStage):
-    """A stage that knows when torch only wants to see shapes: it then runs module and loss on unset numbers."""
+    """A stage that knows when torch runs it on uninitialized memory, only to infer shapes.
+
+    ``shapes_only`` is True in these runs. They leave buffers and random generators as they were.
+    """
 
     shapes_only = False
 
@@ -39,12 +42,14 @@ class WatchedStage(PipelineStage):
         before = [(buffer, buffer.detach().clone()) for buffer in self.submod.buffers()]
         drawn_from = [self.device] if self.device.type == "cuda" else []
         self.shapes_only = True
-        try:  # what is unset may be nan, and what is dropped of it would be missing from the batch
+        # Uninitialized memory may be nan, which anomaly detection would report. Dropout must not
+        # take random numbers from the real batch.
+        try:
             with torch.autograd.set_detect_anomaly(False), torch.random.fork_rng(drawn_from):
                 return getattr(super(), prepare)(*args, **kwargs)
         finally:
             self.shapes_only = False
-            for buffer, value in before:  # a batch norm has seen what is no data
+            for buffer, value in before:  # a batch norm has counted these numbers as data
                 buffer.data.copy_(value)
 
     _prepare_forward_infra: Any = partialmethod(_on_unset_numbers, "_prepare_forward_infra")
@@ -53,19 +58,21 @@ class WatchedStage(PipelineStage):
 
 @dataclass(eq=False)
 class StashedGradients:
-    """Holds the gradients that a schedule left, while Lightning's loop sets all to zero between step and backward."""
+    """A store for a schedule's gradients, because Lightning zeroes gradients before backward."""
 
-    #: those of the stages on this rank
+    #: the parameters of the stages on this rank
     parameters: Sequence[nn.Parameter]
-    #: FSDP2 reduces the gradients of a batch at its end, before they are added to those of earlier batches
+    #: True under FSDP2, which reduces the gradients of each batch before they are added up
     sharded: bool
     _gradients: list[Tensor | None] = field(default_factory=list[Tensor | None])
 
     @contextmanager
     def stashing(self, *, afresh: bool) -> Generator[None, None, None]:
-        """Around the schedule: ``afresh``, or on top of what earlier batches of the group left, as one process adds.
+        """Store the gradients of the schedule that runs in this context.
 
-        Afresh, the last step's gradients go before Lightning sets them to zero: both at once would take twice the room.
+        ``afresh`` begins an accumulation window, and drops earlier gradients. They would take
+        memory until Lightning zeroes them. Otherwise earlier gradients of the window are added to
+        them.
         """
         before = [None if afresh else parameter.grad for parameter in self.parameters]
         if afresh or self.sharded:
@@ -78,14 +85,17 @@ class StashedGradients:
 
     @contextmanager
     def untouched(self) -> Generator[None, None, None]:
-        """Around an evaluation inside an accumulation window: a new schedule of torch's drops the shards' gradients."""
+        """Keep gradients through an evaluation inside an accumulation window.
+
+        A new schedule of torch's would drop the gradients of shards.
+        """
         before = [parameter.grad for parameter in self.parameters]
         yield
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
-        """``value``, with a backward pass that restores the stashed gradients."""
+        """Return a copy of ``value`` whose backward pass gives parameters the stored gradients."""
         leaf = value.detach().clone().requires_grad_()
         leaf.register_hook(self._restore)
         return leaf
@@ -99,7 +109,13 @@ class StashedGradients:
 
 @torch.no_grad()
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Average the gradients of trained ``parameters`` over the replicas of their stage, in ``dtype``, as DDP does."""
+    """Average the gradients of trained ``parameters`` over their stage's replicas, in place.
+
+    The all-reduce is in ``dtype``. Every rank of ``group`` must call it.
+
+    Raises:
+        PlanError: a trained parameter has no gradient.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     if len(gradients) < len(trained):
@@ -113,13 +129,16 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype:
 
 
 class PipelineEngine(StepEngine):
-    """Carries a policy out where gradients are those of one stage; the flag is the maximum over all of them."""
+    """The step engine of a rank that has the gradients of its own stages only.
+
+    A step is skipped on all stages if a gradient of any stage is non-finite.
+    """
 
     evaluates_once = "under pipeline parallelism, which would run the schedule again"
     steps = (("a stage", "a stage's parameters alone"), ("DTensors", "sharded parameters"))
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the optimizers; from then on ``clip_grad_norm_`` on a stage's gradients is by the norm of all."""
+        """Set the optimizers. Then ``clip_grad_norm_`` clips by the norm over all stages."""
         super().connect(model, optimizers)
         if optimizers:
             self._connected.enter_context(sum_total_norms(self, self._stages))
@@ -129,7 +148,7 @@ class PipelineEngine(StepEngine):
         return (trainer.strategy.stage_group,)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Clip by the norm over all stages, in fp32."""
+        """Clip gradients by their fp32 norm over all stages. All ranks of stages must call it."""
         parameters = grads.parameters_of(optimizer)
         own = grads.global_norm(parameters, self.device)
         self.last_norm = grads.over_shards(own, 2.0, self._stages())

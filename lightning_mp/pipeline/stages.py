@@ -1,4 +1,4 @@
-"""The stages of a module: which parameter belongs to which, why a module cannot be cut, and how a stage is run."""
+"""Functions that cut a module into stages, and the modules that run a stage."""
 
 from collections.abc import Callable
 from copy import copy
@@ -14,20 +14,25 @@ from lightning_mp.errors import Faults
 from lightning_mp.fsdp2.units import cannot_initialise, units
 from lightning_mp.plan.engine import StepEngine
 
-#: makes stage ``index`` of ``count`` out of the module's own submodules
+#: makes a stage from the module's own submodules, given its index and the number of stages
 MakeStage = Callable[[int, int], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a module is cut: what makes a stage, and the stage of each parameter and buffer that is in one, by name."""
+    """The result of cutting a module into stages."""
 
     make: MakeStage
+    #: the stage of each parameter and buffer, by name; names that are in no stage are absent
     homes: dict[str, int]
 
 
 def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
-    """The module's own ``pipeline_stage``, or what does the same for the one transformers model in it."""
+    """Return the module's ``pipeline_stage``, or its equivalent for a transformers model in it.
+
+    The module must contain one such model only. If there is neither, or if the model has fewer
+    layers than ``count``, a fault is added and ``None`` is returned.
+    """
     own: Any = getattr(module, "pipeline_stage", None)
     if own is not None:
         return cast("MakeStage", own)
@@ -51,7 +56,14 @@ def _maker(module: nn.Module, count: int, faults: Faults) -> MakeStage | None:
 
 
 def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
-    """Where each parameter goes; notes what is tied across stages, what is in none, and what is not the module's."""
+    """Return the cut of ``module`` into ``count`` stages.
+
+    ``None`` is returned if no function makes its stages, or if ``faults`` has a fault already.
+
+    Faults are added for a module that cannot be initialized, a parameter in several stages (tied),
+    a trained parameter in no stage, and a parameter that is not the module's own. A cut may be
+    returned even then. Every stage is made once.
+    """
     cannot_initialise(module, faults)
     make = None if faults.found else _maker(module, count, faults)
     if make is None:
@@ -84,7 +96,10 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
 
 
 class Part(nn.Module):
-    """One stage of ``module`` on this rank, run as the plan says: forward under autocast, backward outside of it."""
+    """A stage on this rank, with its forward in the plan's forward context.
+
+    The backward pass runs outside of the context.
+    """
 
     def __init__(self, stage: nn.Module, module: nn.Module, context: Callable[[], Any]) -> None:
         super().__init__()
@@ -93,18 +108,18 @@ class Part(nn.Module):
         self._own = [one for one in self.modules() if id(one) not in others]
 
     def forward(self, *inputs: Any) -> Any:
-        """What the stage makes of the inputs."""
+        """Return the stage's output for ``inputs``."""
         with self._context():
             return self.stage(*inputs)
 
     def train_own(self, mode: bool) -> None:
-        """Train or evaluate what only the stage has, of which the module does not know."""
+        """Set the training mode of modules of the stage that the LightningModule does not have."""
         for module in self._own:
             module.training = mode
 
 
 def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> list[nn.Module]:
-    """The shard units of a stage; notes what cannot be one."""
+    """Return the shard units of a stage, and add faults for modules that cannot be one."""
     together = engine.policy.storage_dtype
     return units(stage, None, engine.pin_map, engine.stored_dtypes(), faults, together=together)[1]
 
@@ -114,17 +129,19 @@ def units_of(stage: nn.Module, engine: StepEngine, faults: Faults) -> list[nn.Mo
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Where a decoder keeps its parts."""
+    """The names of the parts of a decoder model."""
 
     body: str
     layers: str
-    #: only in the first stage, and what takes their place elsewhere
+    #: parts of the body that only the first stage has
     first: tuple[str, ...]
+    #: the part of the body that only the last stage has
     last: str
 
 
 _LLAMA = _Shape("model", "layers", ("embed_tokens",), "norm")
-#: the classes whose forward was compared, stage by stage, with the whole: others share layers, …
+#: the classes that were tested in stages; others are left out because they may share layers, for
+#: example
 _SHAPES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
@@ -135,16 +152,17 @@ _SHAPES = {
 
 
 class _Nothing(nn.Module):
-    """In place of position embeddings after the first stage: they were added there."""
+    """A replacement for position embeddings after the first stage, which has added them already."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
 
 
 class DecoderStage(nn.Module):
-    """Takes token ids in the first stage and hidden states after it; gives hidden states, in the last stage logits.
+    """A stage of a decoder model.
 
-    An attention mask may come with the ids: it is handed on from stage to stage.
+    The first stage takes token ids, others hidden states. The last one returns logits, others
+    hidden states. With an attention mask, all stages but the last return the mask, too.
     """
 
     def __init__(self, model: nn.Module, *, first: bool, last: bool) -> None:
@@ -153,7 +171,12 @@ class DecoderStage(nn.Module):
         self._first, self._last = first, last
 
     def forward(self, tokens_or_hidden: Tensor, attention_mask: Tensor | None = None) -> Any:
-        """Ids (rows, length) or hidden states (rows, length, width), and the mask (rows, length) if there is one."""
+        """Return hidden states, or logits in the last stage.
+
+        With a mask, all stages but the last return a pair of hidden states and mask.
+        ``tokens_or_hidden`` has the shape (rows, length) or (rows, length, width), the mask (rows,
+        length).
+        """
         given = {"input_ids" if self._first else "inputs_embeds": tokens_or_hidden, "attention_mask": attention_mask}
         output = self.model(**given, use_cache=False).logits
         return output if self._last or attention_mask is None else (output, attention_mask)
@@ -165,7 +188,10 @@ def _shape(module: nn.Module) -> _Shape | None:
 
 
 def _stage(model: nn.Module, shape: _Shape, index: int, count: int) -> nn.Module:
-    """Stage ``index`` of ``count``, made of ``model``'s own submodules; earlier stages get the layers left over."""
+    """Return stage ``index`` of ``count``, made of the submodules of ``model``.
+
+    If layers cannot be split evenly, earlier stages get one more.
+    """
     body = cast("nn.Module", getattr(model, shape.body))
     named = list(cast("nn.ModuleList", getattr(body, shape.layers)).named_children())
     size, over = divmod(len(named), count)
@@ -181,7 +207,7 @@ def _stage(model: nn.Module, shape: _Shape, index: int, count: int) -> nn.Module
     if not last:
         kept |= {shape.last: nn.Identity()}
     kinds: Any = getattr(body.config, "layer_types", None)
-    # a layer's kind of attention is found by its place in the list
+    # A layer's kind of attention is looked up by its index in the list.
     own = copy(body.config)
     vars(own).update({"layer_types": kinds[chosen]} if kinds else {})
     pruned = {shape.body: _with(body, kept, own), **({} if last else {"lm_head": nn.Identity()})}
@@ -189,7 +215,7 @@ def _stage(model: nn.Module, shape: _Shape, index: int, count: int) -> nn.Module
 
 
 def _with(module: nn.Module, parts: dict[str, nn.Module], config: Any) -> nn.Module:
-    """The same module, of the same class, with other submodules and config; everything else is shared."""
+    """Return a shallow copy of ``module`` with other submodules and config. The rest is shared."""
     changed = copy(module)
     vars(changed).update(_modules={**vars(module)["_modules"], **parts}, config=config)
     return changed

@@ -1,4 +1,7 @@
-"""Pipeline parallelism for a LightningModule that says what its stages are; transformers' Llama and GPT-2 need not."""
+"""The strategy of pipeline parallelism for a LightningModule that defines its stages.
+
+Some transformers models, such as Llama and GPT-2, need no definition.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -60,33 +63,43 @@ from lightning_mp.plan.engine import StepEngine
 from lightning_mp.plan.plan import MixedPrecisionPlan
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks
 
-#: schedules for training and for evaluation each, by the shapes of their batches: each has buffers for its inputs
+#: the most schedules that are kept for training, and for evaluation. There is one for each shape of
+#: batch, with buffers
 _KEPT_SCHEDULES = 4
 _MODES = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-#: the steps that Lightning asks for and that are not called here
+#: the steps that Lightning requires, and that this strategy does not call
 _STEPS = ("training_step", "validation_step", "test_step")
 
 
 class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
-    """``torch.distributed.pipelining`` under a plan: every rank holds a stage, a batch goes through in micro-batches.
+    """The strategy that runs ``torch.distributed.pipelining`` under a plan.
 
-    The module has ``pipeline_batch(batch) -> (inputs, target)``, a pure ``pipeline_loss(output, target) -> Tensor`` and
-    ``pipeline_stage(index, count) -> nn.Module``, which is made for transformers' Llama-like models and GPT-2.
-    ``training_step`` and ``validation_step`` are not called: ``train_loss`` and ``val_loss`` are logged. A checkpoint
-    is one file with the plain model's names, whatever the number of stages.
+    Every rank has one stage, or several under the interleaved schedule. A batch passes through in
+    micro-batches. The module defines ``pipeline_batch(batch) -> (inputs, target)``, a pure
+    ``pipeline_loss(output, target) -> Tensor`` and ``pipeline_stage(index, count) -> nn.Module``.
+    ``pipeline_stage`` is not needed for transformers' Llama-like models and GPT-2.
+
+    ``training_step``, ``validation_step`` and ``test_step`` are not called. ``train_loss``,
+    ``val_loss`` and ``test_loss`` are logged instead. ``trainer.predict`` is refused. A checkpoint
+    is one file with the plain model's names, for any number of stages.
 
     Args:
-        stages: ranks of a pipeline; by default all processes that ``data_parallel_size`` leaves.
-        schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``.
-        microbatches: pieces of a batch, as if as many batches were accumulated; four a stage by default.
-        data_parallel_size: pipelines with data of their own; by default what ``stages`` leaves of the processes.
-        shard: shard each stage over its replicas with FSDP2, instead of keeping whole ones.
-        virtual_stages: stages on a rank, under the interleaved schedule.
+        stages: the ranks of a pipeline. By default the number of processes divided by
+            ``data_parallel_size``.
+        schedule: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
+        microbatches: the micro-batches of a training batch, by default four times ``stages``.
+            Gradients are as if they were accumulated.
+        data_parallel_size: the number of pipelines, each with its own data. By default the number
+            of processes divided by ``stages``, or 1 without ``stages``.
+        shard: shard each stage over its replicas with FSDP2. Otherwise each replica has the full
+            stage.
+        virtual_stages: the stages on a rank under the interleaved schedule.
         process_group_backend: as in Lightning.
         timeout: as in Lightning.
 
     Raises:
-        PlanError: at once: a value out of range. At start: a module that cannot be cut, or lacks its part.
+        PlanError: a value is out of range. Raised at the start of a run: the sizes do not fit the
+            number of processes, the module cannot be cut, or it lacks a method.
     """
 
     plan_engine = PipelineEngine
@@ -120,17 +133,18 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
                     faults.whole(name, value, least, fix)
         self._stages, self._schedule, self._microbatches = stages, schedule, microbatches
         self._replicas, self.shard, self._virtual = data_parallel_size, shard, virtual_stages
-        #: the module that was cut, how, and its stages on this rank by index
+        #: the module that was cut, its cut, and its stages on this rank by index
         self._cut_from: nn.Module | None = None
         self._cut: Cut | None = None
         self._parts: dict[int, Part] = {}
-        #: torch's schedules, by what they were made for, and the targets and the losses of the one that runs
+        #: torch's schedules by the key of ``_run``, and targets and losses of the running one
         self._made: dict[Any, Any] = {}
         self._targets: Sequence[Any] = ()
         self._losses: list[Tensor] = []
-        #: the shapes of the inputs to train on
+        #: the shapes of the training inputs, from the first batch on
         self._shapes: list[torch.Size] | None = None
-        #: the epoch whose first batch was compared, and whether it was one to train on
+        #: the epoch whose first batch was compared over stages, and True if that batch was for
+        #: training
         self._compared: tuple[int, bool] | None = None
 
     # ------------------------------------------------------------------ processes
@@ -141,7 +155,11 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return {"num_replicas": group.size(), "rank": dist.get_rank(group)}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """With one pipeline the user's sampler is kept, as on one process; what it draws by chance all stages share."""
+        """Return ``dataloader``, whose ``RandomSampler`` draws the same numbers on all ranks.
+
+        A ``RandomSampler`` without a generator gets one, in place. Its seed is broadcast, so every
+        rank must call it. Other samplers are not changed.
+        """
         sampler = getattr(dataloader, "sampler", None)
         if isinstance(sampler, RandomSampler) and sampler.generator is None:
             seed = int(torch.randint(2**62, ()))
@@ -159,20 +177,20 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
         set_mesh(self._user_module, self._device_mesh)
-        #: the ranks of this pipeline, in the order of their stages, and those that hold the same stage as this one
+        #: the ranks of this pipeline in the order of stages, and the replicas of this rank's stages
         self.stage_group, self.replica_group = map(self._device_mesh.get_group, names)
-        #: whether FSDP2 shards each stage over its replicas
+        #: True if FSDP2 shards each stage over its replicas
         self._shards_stages = self.shard and replicas > 1
-        #: the groups over which what each rank holds of the parameters adds up to all of them
+        #: the groups whose ranks have all parameters together
         self.parameter_groups = (*((self.replica_group,) if self._shards_stages else ()), self.stage_group)
-        #: stages in all, virtual ones included, and those on this rank
+        #: the number of all stages, virtual ones included, and the indices of this rank's stages
         self._count = stages * (self._virtual if self._schedule in SEVERAL else 1)
         self._mine = range(dist.get_rank(self.stage_group), self._count, stages)
-        #: the pieces of a training batch
+        #: the number of micro-batches of a training batch
         self._pieces = self._microbatches or 4 * stages
 
     def degrees(self, world: int) -> tuple[int, int, int]:
-        """Of ``world`` processes the replicas, the shards of each, and the stages."""
+        """Return the numbers of replicas, shards of a replica, and stages of ``world`` ranks."""
         stages, replicas = self._sizes(world)
         return (1, replicas, stages) if self.shard else (replicas, 1, stages)
 
@@ -184,16 +202,24 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     # ------------------------------------------------------------------ the model
 
     def connect(self, model: LightningModule) -> None:
-        """As the host does; a module without ``training_step`` is trained all the same."""
+        """Connect ``model`` as Lightning does.
+
+        Steps that it lacks get a placeholder until ``teardown``. Lightning requires these steps,
+        and this strategy does not call them.
+        """
         super().connect(model)
         trainer = trainer_of(model)
         without_data = trainer is not None and trainer.state.fn == TrainerFn.FITTING and not validates(trainer)
-        left_out = "validation_step" if without_data else ""  # Lightning warns of one that has no data
+        left_out = "validation_step" if without_data else ""  # Lightning warns if it has no data
         missing = (name for name in _STEPS if name != left_out and not is_overridden(name, model))
         vars(model).update(dict.fromkeys(missing, _never))
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> Cut | None:
-        """Decide which parameter goes where; notes what cannot be, changes nothing."""
+        """Return the cut of ``module`` into stages, and add a fault for each reason against it.
+
+        A module that was cut before keeps its cut. ``None`` is returned if a fault prevents the
+        cut. Nothing is changed.
+        """
         model, known = cast("LightningModule", module), self._cut if self._cut_from is module else None
         refuse_callbacks(model, "pipeline stages", faults)
         name, precision = type(model).__name__, engine.policy.precision
@@ -239,7 +265,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         self._made, self._shapes, self._compared = {}, None, None
         own = [parameter for part in self._parts.values() for parameter in part.parameters()]
         self._gradients = StashedGradients(own, sharded=self._shards_stages)
-        # one seed serves all processes: without streams of their own the stages would draw the same dropout masks
+        # All processes have the same seed. Each stage needs its own stream of random numbers, or
+        # dropout masks of stages would be equal.
         self._stream = Stream(dist.get_rank(self.stage_group), self.root_device)
         self.barrier()
         if fitting:
@@ -253,7 +280,14 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             optimizers_to_device(self.optimizers, self.root_device)
 
     def _keep_stages(self, model: LightningModule, how: Cut, plan: MixedPrecisionPlan) -> None:
-        """Keep what this rank's stages have; what is on the meta device every rank makes module by module."""
+        """Move this rank's stages to the device, and free the parameters of other stages.
+
+        Every rank must call it. Modules on the meta device are initialized on every rank, one after
+        the other, and get rank 0's values. Under ``shard``, the stages are sharded.
+
+        Raises:
+            PlanError: a stage cannot be sharded, or a module leaves a tensor uninitialized.
+        """
         device, mine, engine = self.root_device, self._mine, self._engine
         broadcast_from_first(model, device)
         for name, module in model.named_modules():
@@ -272,22 +306,36 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             shard(part, units, self.device_mesh["data_parallel"], device, engine.policy.reduce_dtype)
 
     def model_to_device(self) -> None:
-        """Nothing: what other stages hold must not be made here."""
+        """Do nothing, because ``setup`` moves only this rank's stages."""
 
     # ------------------------------------------------------------------ steps
 
     def on_train_start(self) -> None:
-        """Refuse a smaller last batch before the first one is drawn."""
+        """Raise PlanError if the last batch of the training data would be smaller.
+
+        This is known before the first batch if the data set has a length. Otherwise each batch is
+        checked.
+        """
         trainer = self._user_module.trainer
         loader: Any = trainer.train_dataloader
-        with suppress(AttributeError, TypeError):  # an iterable data set; each batch is checked when it comes
+        with suppress(AttributeError, TypeError):  # an iterable data set has no length
             left = len(loader.sampler) % loader.batch_size
             if left and trainer.num_training_batches >= len(loader) and not loader.drop_last:
                 given = f"a last batch of {left} rows after batches of {loader.batch_size}"
                 raise refused(f"{given} does not fit the pipeline's buffers", "use DataLoader(drop_last=True)")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the schedule on a batch; the backward pass of the loss that is returned restores its gradients."""
+        """Run forward and backward passes of a batch, and return the mean loss.
+
+        Every rank must call it. The returned loss is a leaf. Its backward pass only restores the
+        gradients of the schedule.
+
+        Raises:
+            PlanError: ``pipeline_batch`` or ``pipeline_loss`` returns something else than the
+                schedule needs, a batch has another shape than the first one, or a stage computes
+                with a weight of another stage. With replicas that are not sharded, also if a
+                trained parameter has no gradient.
+        """
         trainer = self._user_module.trainer
         inputs, target = self._batch(args[0], training=True)
         afresh = trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -306,18 +354,33 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return self._gradients.loss(loss)
 
     def _evaluate(self, name: str, batch: Any, *_args: Any) -> Tensor:
-        """Run the schedule's forward, in one piece where a batch cannot be split evenly; log the loss on every rank."""
+        """Run the forward pass of a batch, log its mean loss as ``name``, and return it.
+
+        Every rank must call it. A batch that cannot be split evenly runs as one micro-batch.
+
+        Raises:
+            PlanError: ``pipeline_batch`` or ``pipeline_loss`` returns something else than the
+                schedule needs.
+        """
         inputs, target = self._batch(batch, training=False)
         with self._gradients.untouched():
             loss = self._run(inputs, target, 1 if len(inputs[0]) % self._pieces else self._pieces, "eval")
         for part in self._parts.values():
-            if isinstance(part, FSDPModule):  # what stays gathered hides the shards from a second fit's optimizer
+            if isinstance(part, FSDPModule):  # unsharded weights would hide the shards from a second fit's optimizer
                 part.reshard()
         self._user_module.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(inputs[0]))
         return loss
 
     def _batch(self, batch: Any, *, training: bool) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs and target of a batch, for which the stages are set to train or to evaluate as the module is."""
+        """Return inputs and target of a batch, and set the stages to the module's training mode.
+
+        In an epoch's first batch, all stages compare their batches. This is a collective.
+
+        Raises:
+            PlanError: ``pipeline_batch`` returned no pair of tensors with the same number of rows,
+                a training batch does not fit the micro-batches or the first batch's shape, or
+                stages have different batches.
+        """
         module: Any = self._user_module
         for part in self._parts.values():
             part.train_own(module.training)
@@ -338,7 +401,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         place = module.trainer.current_epoch, training
         if self._compared != place:
             self._compared = place
-            # of whole numbers, so that no order of a sum is in it; a copy to the host once an epoch
+            # A checksum of bytes does not depend on the order of a sum. It costs a copy to the
+            # host.
             held = (tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
             if apart(map(crc32, held), self.root_device, self.stage_group):
                 raise refused(
@@ -360,12 +424,16 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
             raise refused(given, "pad to one length, and use DataLoader(drop_last=True)")
 
     def _run(self, inputs: tuple[Tensor, ...], target: Any, number: int, how: str) -> Tensor:
-        """Forward (``"eval"``), and backward (``"step"``), of ``number`` micro-batches; all ranks get the mean loss."""
-        # stages hand on the gradients that those need which are trained
+        """Run a batch in ``number`` micro-batches, and return the mean loss on every rank.
+
+        ``how`` is ``"eval"`` for the forward pass only, and ``"step"`` for both passes. Every rank
+        must call it.
+        """
+        # Stages send only gradients that trained parameters need, so the key has requires_grad.
         trained = tuple(parameter.requires_grad for parameter in self._user_module.parameters())
         key = how, number, torch.is_inference_mode_enabled(), tuple(tensor.shape for tensor in inputs), trained
         schedule = self._made.pop(key, None) or self._new_schedule(number, how)
-        self._made[key] = schedule  # the last one used is the last one of the dict
+        self._made[key] = schedule  # now the last entry of the dict
         alike = [kept for kept in self._made if kept[0] == how]
         for oldest in alike[:-_KEPT_SCHEDULES]:
             del self._made[oldest]
@@ -386,12 +454,13 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         forward_only = pipelining.ScheduleLoopedBFS if several else pipelining.ScheduleGPipe
         schedule: Any = SCHEDULES[self._schedule] if how == "step" else forward_only
         stages = [WatchedStage(part, index, self._count, device, group=group) for index, part in self._parts.items()]
-        # the loss is divided before it is scaled: a loss scale times a sum overflows sooner than times a mean
+        # _loss_of divides the loss before scaling, because a scaled sum overflows sooner than a
+        # mean.
         loss_of = partial(self._loss_of, stages[-1], how == "step")
         return schedule(stages if several else stages[0], number, loss_fn=loss_of, scale_grads=False)
 
     def _loss_of(self, stage: WatchedStage, training: bool, output: Any, place: Tensor) -> Tensor:
-        if stage.shapes_only:  # a loss of every number of the output
+        if stage.shapes_only:  # any loss of all outputs will do
             return torch.stack([one.float().square().sum() for one in floating_in(output)]).sum()
         module: Any = self._user_module
         with plan_of(self).forward_context():
@@ -409,7 +478,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return self._engine.scaler.scale(loss / (self._pieces * module.trainer.accumulate_grad_batches))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: only the last stage has the output."""
+        """Raise PlanError, because only the last stage has the output."""
         fix = "load the checkpoint into the plain module and predict with strategy='mp_ddp' or 'mp_fsdp2'"
         raise refused("trainer.predict under pipeline parallelism", fix)
 
@@ -417,7 +486,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     test_step: Any = partialmethod(_evaluate, "test_loss")
 
     def share_buffers(self) -> None:
-        """Broadcast those of the first replica."""
+        """Broadcast the buffers of the first replica to the others. Every rank must call it."""
         for part in self._parts.values() if self.replica_group.size() > 1 else ():
             share_buffers(part, self.root_device, self.replica_group)
 
@@ -433,7 +502,10 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of all stages on the CPU of rank 0; those of this rank on others."""
+        """Return the weights of all stages on rank 0, and this rank's weights on others.
+
+        Tensors are on the CPU. Every rank must call it.
+        """
         self.share_buffers()
         assert self._cut is not None
         homes, size, every = self._cut.homes, self.stage_group.size(), self._user_module.state_dict()
@@ -442,12 +514,19 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return {name: whole[name] for name in every if name in whole}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state for all parameters on rank 0, numbered as a plain model's optimizer numbers them."""
+        """Return the optimizer's state of all stages on rank 0, and this rank's state on others.
+
+        Parameters are numbered as in a plain model's optimizer. Every rank must call it.
+        """
         content = by_parameter(optimizer.state_dict(), optimizer, _local)
         return {**content, "state": dict(sorted(self._gathered(content["state"]).items()))}
 
     def _gathered(self, mine: dict[Any, Any]) -> dict[Any, Any]:
-        """On rank 0, what every stage of the first replica has; on others their own. One stage travels at a time."""
+        """Return the entries of all stages of the first replica on rank 0, and ``mine`` on others.
+
+        Stages send one after the other, to save memory. Every rank of the first replica must call
+        it.
+        """
         group = self.stage_group
         if dist.get_rank(self.replica_group) > 0:
             return mine

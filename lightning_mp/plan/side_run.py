@@ -70,7 +70,7 @@ def around_passes(trainer: Trainer, context: Callable[[], AbstractContextManager
 def loss_of(output: Any) -> Any:
     """Return the loss in the output of a step.
 
-    This is ``output["loss"]`` of a mapping, or ``None`` if it has none. Of another object it is
+    This is ``output["loss"]`` of a mapping, or ``None`` if it has none. For another object it is
     ``output.loss``, or the output itself without such an attribute.
     """
     return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
