@@ -1,4 +1,4 @@
-"""DeepSpeed's private names, each behind a function that says what it is for; it is imported where it is used."""
+"""Functions around DeepSpeed's private names. DeepSpeed is imported when a function needs it."""
 
 import os
 import weakref
@@ -16,17 +16,21 @@ from lightning_mp.compat import patched
 
 
 def restore_linear() -> None:
-    """Put torch's own ``functional.linear`` back, which stage 3 replaces for the process and leaves replaced."""
+    """Put torch's ``functional.linear`` back: stage 3 replaces it for the whole process."""
     if functional.linear.__module__ == "deepspeed.runtime.zero.linear":
         functional.linear = cast("Any", torch)._C._nn.linear
 
 
-#: by module, the ZeRO optimizer that put its hooks into it last, and which they keep alive
+#: the last ZeRO optimizer that put hooks into a module, by module. The hooks keep it alive.
 _former: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 def initialize(module: nn.Module, **given: Any) -> tuple[Any, Any]:
-    """``deepspeed.initialize``'s engine and optimizer; it casts no parameter and finds no hooks of an earlier run."""
+    """Return the engine and the optimizer of ``deepspeed.initialize``. No parameter is cast.
+
+    The hooks that an earlier run left on ``module`` are removed first. ``given`` are the other
+    arguments of ``deepspeed.initialize``.
+    """
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -42,7 +46,10 @@ def initialize(module: nn.Module, **given: Any) -> tuple[Any, Any]:
 
 
 def partitions(optimizer: Any) -> list[tuple[Sequence[Tensor], Tensor]]:
-    """The flat partitions that a ZeRO optimizer steps, each with the parameters in it; empty for any other."""
+    """Return pairs of parameters and the flat partition that a ZeRO optimizer steps for them.
+
+    The list is empty for any other optimizer.
+    """
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return list(zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True))
     flats = getattr(optimizer, "single_partition_of_fp32_groups", ())  # stages 1 and 2
@@ -54,13 +61,16 @@ def _rule_of(engine: Any) -> Any:
 
 
 def scale_of(engine: Any) -> float | None:
-    """A stock ``DeepSpeedEngine``'s loss scale; ``None`` where gradients are not scaled: bf16, fp32."""
+    """Return the loss scale of a stock ``DeepSpeedEngine``.
+
+    ``None`` if fp16 is off, because nothing is scaled.
+    """
     scale = getattr(_rule_of(engine), "cur_scale", None)
     return None if scale is None or not engine.fp16_enabled() else float(scale)
 
 
 def floor_of(engine: Any) -> float:
-    """The lowest loss scale of a stock ``DeepSpeedEngine``; 0 where it has none."""
+    """Return the lowest loss scale of a stock ``DeepSpeedEngine``. 0 if it has none."""
     rule = _rule_of(engine)
     return float(getattr(rule, "min_scale", None) or getattr(rule, "min_loss_scale", None) or 0.0)
 
@@ -71,30 +81,39 @@ def model_states_file(engine: Any, folder: str) -> str:
 
 
 class Zero:
-    """A ``DeepSpeedEngine`` and its ZeRO optimizer, as far as a plan's step needs them."""
+    """The parts of a ``DeepSpeedEngine`` and its ZeRO optimizer that a plan's step needs."""
 
     def __init__(self, engine: Any, optimizer: Any) -> None:
         self.engine, self.optimizer = engine, optimizer
         self._scale: PlanScale | None = None
         #: ``gradient_clipping`` of the JSON
         self.clip_of_json = float(optimizer.clip_grad)
-        #: whether masters and optimizer state of ZeRO-1 or 2 are on the CPU
+        #: True if master weights and optimizer state of ZeRO-1 or 2 are on the CPU
         self.offloads = bool(getattr(optimizer, "cpu_offload", False))
-        #: whether gradients of each pass are summed and added to those of earlier ones, whichever parameters have any:
-        #: ZeRO-1 sums the last pass alone, ZeRO-3 adds to what an earlier window left, and offload does both
+        #: True if each pass is reduced, and added to earlier passes of the window whichever
+        #: parameters it reached. ZeRO-1 reduces the last pass only. ZeRO-3 adds to gradients of an
+        #: earlier window. Offload does both.
         self.sums_every_pass = bool(getattr(optimizer, "partition_gradients", False)) and not self.offloads
 
     def install_scale(self, scaler: Any, clip: float) -> None:
-        """Put the plan's scale (``None``: none) and norm in place of DeepSpeed's, or of a checkpoint's."""
+        """Replace the loss scale and the clip norm of DeepSpeed, or of a checkpoint that it loaded.
+
+        Args:
+            scaler: the plan's scaler. ``None`` leaves DeepSpeed's scale as it is.
+            clip: the norm to clip by, 0 for no clipping.
+        """
         zero = self.optimizer
         if scaler is not None:
             self._scale = zero.loss_scaler = PlanScale(scaler)
         if zero.dtype == torch.bfloat16 or not getattr(zero, "compute_grad_norm", True):
-            zero.check_grad_overflow = True  # else gradients are never asked whether they are finite
+            zero.check_grad_overflow = True  # otherwise DeepSpeed does not check for overflow
         zero.clip_grad = clip
 
     def watched(self, check: Callable[[], None], step: Callable[..., None]) -> AbstractContextManager[None]:
-        """Within, ``check`` runs before each bucket of gradients is summed over ranks, and ``step`` as step."""
+        """Return a context that calls ``check`` before each bucket of gradients is reduced.
+
+        In it the optimizer's ``step(*args)`` calls ``step(own_step, *args)``.
+        """
         stage_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
         name = stage_3 if hasattr(self.optimizer, stage_3) else "reduce_ipg_grads"
         reduce = getattr(self.optimizer, name)
@@ -106,17 +125,22 @@ class Zero:
         return patched(self.optimizer, **{name: checked, "step": partial(step, self.optimizer.step)})
 
     def forget_gradients(self) -> None:
-        """Have a ZeRO-1 or 2 optimizer begin a window: zeroing gradients leaves those that it has averaged."""
+        """Drop the averaged gradients of a ZeRO-1 or 2 optimizer.
+
+        Zeroing gradients would leave them. A new accumulation window then begins. Under ZeRO-3
+        nothing happens.
+        """
         zero = self.optimizer
         if hasattr(zero, "all_grad_tensors"):
-            zero.averaged_gradients.clear()  # in place: parameters hold these to be asked for their gradients
+            zero.averaged_gradients.clear()  # in place: parameters refer to this object
             zero.all_grad_tensors.clear()
             zero.micro_step_id = -1
 
     def assigned_weights(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the weights of ZeRO-1 or 2 that ``weight.data = ...`` took out of its flat buffers.
+        """Return pairs for weights of ZeRO-1 or 2 whose ``data`` a user replaced.
 
-        With each comes the part of the buffer that the weight was, which holds the values from before.
+        ``weight.data = ...`` takes a weight out of the flat buffers.
+        A pair is the weight and its part of the buffer, which holds the values from before.
         """
         zero = self.optimizer
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -129,23 +153,34 @@ class Zero:
         return pairs
 
     def bits(self) -> Tensor:
-        """Return a sum over the bits of this rank's fp32 weights of ZeRO-1 or 2, which changes if one is written to."""
+        """Return a sum over the bits of this rank's fp32 weights of ZeRO-1 or 2, by param group.
+
+        A write to a weight changes it, except if changes cancel in the sum.
+        """
         zero = self.optimizer
         ranks = map(dist.get_rank, zero.real_dp_process_group)
         parts = [parts[rank] for parts, rank in zip(zero.parallel_partitioned_bit16_groups, ranks, strict=True)]
         return torch.stack([part.view(torch.int32).sum() for part in parts])
 
     def step(self) -> tuple[bool, Any]:
-        """DeepSpeed's step; whether it was made, and the norm of the gradients, if there is one."""
+        """Run DeepSpeed's step.
+
+        Return whether it was applied, and the gradient norm or ``None``.
+        """
         scale = self._scale
-        # one device sync for a whole step, in which ZeRO asks for the scale several times a param group
+        # one device sync for a step, because ZeRO reads the scale several times for each param
+        # group
         with nullcontext() if scale is None else patched(scale, known=scale.cur_scale):
             self.engine.step()
         return self.engine.was_step_applied(), self.engine.get_global_grad_norm()
 
 
 class PlanScale:
-    """Gives a ZeRO optimizer the scale that the backward pass used; DeepSpeed's own moves before it is divided by."""
+    """The loss scaler of a ZeRO optimizer under a plan, with the scale of the backward pass.
+
+    DeepSpeed's own scaler adjusts the scale before gradients are unscaled. Pickled, it is
+    DeepSpeed's own class.
+    """
 
     def __init__(self, scaler: Any) -> None:
         self._scaler, self.dynamic = scaler, scaler.config.dynamic
@@ -158,7 +193,7 @@ class PlanScale:
 
     @cur_scale.setter
     def cur_scale(self, value: float) -> None:
-        """The plan's own rule moves it."""
+        """Do nothing: the plan adjusts the scale."""
 
     loss_scale = cur_scale
 
@@ -166,7 +201,7 @@ class PlanScale:
         return loss  # the plan has scaled it
 
     def update_scale(self, overflow: bool) -> None:
-        """Nothing: the plan adjusts once the step is over."""
+        """Do nothing: the plan adjusts the scale after the step."""
 
     def __reduce__(self) -> Any:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -179,7 +214,10 @@ class PlanScale:
 
 
 def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
-    """Let a ZeRO-1 or 2 optimizer keep no fp32 copy of weights in one of ``dtypes``."""
+    """Cast master weights of a ZeRO-1 or 2 optimizer to the dtype of their weights.
+
+    Groups whose weights are in none of ``dtypes`` keep their masters.
+    """
     groups = zip(zero.bit16_groups_flat, zero.single_partition_of_fp32_groups, strict=True)
     halves = [(flat, master) for flat, master in groups if flat.dtype in dtypes]
     for flat, master in halves:
@@ -189,9 +227,15 @@ def halve_masters(zero: Any, dtypes: tuple[Any, ...]) -> None:
 
 
 class HalfGroups:
-    """Param groups whose weights a ZeRO-1 or 2 optimizer holds in ``dtype``, beside fp32 masters of all their bits.
+    """Param groups of a ZeRO-1 or 2 optimizer with weights in ``dtype`` and fp32 master weights.
 
-    Gradients stay fp32. What was written to a weight since it was last rounded goes to its master.
+    Gradients stay fp32. If a user writes to a weight, its master takes the value. Other masters
+    keep all their bits.
+
+    Args:
+        zero: the ZeRO optimizer.
+        weights: ``id`` of the weights. A group belongs to it if its first weight does.
+        dtype: the half dtype.
     """
 
     def __init__(self, zero: Any, weights: Container[int], dtype: torch.dtype) -> None:
@@ -200,12 +244,12 @@ class HalfGroups:
         for weight in (weight for place in self._places for weight in zero.bit16_groups[place]):
             weight.grad_dtype = torch.float32
             if weight._hp_mapping is not None:
-                weight._hp_mapping.lp_fragment = None  # a view, which would keep the fp32 values
+                weight._hp_mapping.lp_fragment = None  # this view would keep the fp32 values alive
         zero._restore_from_bit16_weights = self._refresh_masters
         self._hold(dtype)
 
     def _refresh_masters(self) -> None:
-        """As DeepSpeed's own, but of rounded weights only what was written to them."""
+        """Copy each number of a weight into its master, unless it equals the rounded master."""
         zero = self._zero
         for place, master in enumerate(zero.single_partition_of_fp32_groups):
             part = zero.parallel_partitioned_bit16_groups[place][dist.get_rank(zero.real_dp_process_group[place])]
@@ -221,7 +265,10 @@ class HalfGroups:
 
     @contextmanager
     def fp32(self) -> Generator[None, None, None]:
-        """Within it the weights are their masters, gathered; all ranks enter it."""
+        """Within the context, the weights are fp32 and hold their gathered master weights.
+
+        A collective.
+        """
         self.release()
         try:
             yield
@@ -229,7 +276,11 @@ class HalfGroups:
             self._hold(self._dtype)
 
     def release(self, *, gather: bool = True) -> None:
-        """Make the weights fp32: their masters, or what this rank has of them."""
+        """Make the weights fp32.
+
+        With ``gather`` they hold the master weights, and it is a collective.
+        Without ``gather`` they keep the rounded values.
+        """
         if gather:
             self._zero.refresh_fp32_params()
         self._hold(torch.float32)
@@ -237,23 +288,25 @@ class HalfGroups:
             self._zero.update_lp_params()
 
 
-# ------------------------------------------------------------------ what this rank has of a parameter
+# ------------------------------------------------------------------ partitioned parameters
 
 
 def is_partitioned(parameter: object) -> bool:
-    """Whether ZeRO-3 has split the parameter over the ranks."""
+    """True if ZeRO-3 has partitioned the parameter over the ranks."""
     return hasattr(parameter, "ds_tensor")
 
 
 def numbers_of_split(parameter: Any) -> int:
-    """Return how many numbers a parameter has that ZeRO-3 has split; 0 for any other."""
+    """Return the size of the whole parameter if ZeRO-3 has partitioned it, else 0."""
     return parameter.ds_numel if is_partitioned(parameter) else 0
 
 
 def gather_as(parameter: Any, dtype: torch.dtype | None) -> bool:
-    """Have modules gather a partitioned parameter in ``dtype``, or in its own (``None``); whether they do.
+    """Have modules gather a partitioned parameter in ``dtype``. True if they do.
 
-    Biases stay as they are: DeepSpeed's own linear adds them in fp32, outside of autocast's product.
+    ``None`` is the parameter's own dtype, and returns False. Parameters that stay gathered, and
+    vectors, keep their own dtype too. DeepSpeed's linear adds a bias in fp32, outside of autocast's
+    product.
     """
     if hasattr(parameter, "comm_dtype"):
         del parameter.comm_dtype
@@ -264,26 +317,35 @@ def gather_as(parameter: Any, dtype: torch.dtype | None) -> bool:
 
 
 def reduce_as_stored(zero: Any) -> None:
-    """Have a ZeRO-3 optimizer reduce gradients in the dtype it would without ``gather_as``."""
+    """Have a ZeRO-3 optimizer reduce gradients in the dtype that it has without ``gather_as``.
+
+    If it has buckets of several dtypes, nothing changes.
+    """
     if len(getattr(zero, "ipg_buckets", ())) == 1:
         (only,) = zero.ipg_buckets
         zero.get_param_comm_dtype = lambda _parameter: only
 
 
 def cast_partition(parameter: Any) -> None:
-    """Give the rank's part the dtype of the parameter, whose empty shell alone a cast has changed."""
+    """Cast the rank's partition to the parameter's dtype.
+
+    A cast of a module changes the empty parameter only.
+    """
     part = getattr(parameter, "ds_tensor", None)
     if part is not None and part.dtype != parameter.dtype:
         part.data = part.data.to(parameter.dtype)
 
 
 def gathers(module: Any) -> bool:
-    """Whether ZeRO-3 has to gather a parameter of ``module`` itself when it runs."""
+    """True if ZeRO-3 has to gather a parameter of ``module`` when it runs, children not counted."""
     return any(is_partitioned(parameter) and not parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def gathered_changes_told(parameter: Any, tell: Callable[[], None]) -> AbstractContextManager[None]:
-    """Within, ``tell`` is called after a user's ``GatheredParameters`` that begin with this one and change them."""
+    """Return a context that calls ``tell`` after a ``GatheredParameters`` changed its parameters.
+
+    It holds for a ``GatheredParameters`` whose first parameter is ``parameter``.
+    """
     own = parameter.partition
 
     def partition(param_list: Any = None, *rest: Any, has_been_updated: bool = False, **options: Any) -> None:
@@ -295,9 +357,10 @@ def gathered_changes_told(parameter: Any, tell: Callable[[], None]) -> AbstractC
 
 
 def gathered_to_write(module: nn.Module) -> AbstractContextManager[Any]:
-    """Within, the module's split parameters are whole; what rank 0 writes to them is kept. Every rank enters it.
+    """Return a context in which partitioned parameters are whole, and rank 0's writes are kept.
 
-    Those that the program has gathered already are left to it, as DeepSpeed gathers none twice.
+    A collective: every rank enters it. Parameters that the program has gathered already are left
+    out, because DeepSpeed gathers none twice.
     """
     from deepspeed.runtime.zero import GatheredParameters, partition_parameters
 
@@ -307,7 +370,10 @@ def gathered_to_write(module: nn.Module) -> AbstractContextManager[Any]:
 
 
 def gathers_counted(count: Callable[[int], None]) -> AbstractContextManager[None]:
-    """Within, ``count(1)`` is called where a ``GatheredParameters`` begins, and ``count(-1)`` where it ends."""
+    """Return a context that counts open ``GatheredParameters``.
+
+    ``count(1)`` is called after one begins, ``count(-1)`` after one ends.
+    """
     from deepspeed.runtime.zero import GatheredParameters
 
     kind: Any = GatheredParameters
@@ -328,14 +394,15 @@ def gathers_counted(count: Callable[[int], None]) -> AbstractContextManager[None
 
 
 def local_part(parameter: Any) -> Tensor:
-    """The rank's part of a partitioned parameter, flat and without padding."""
+    """Return the rank's part of a partitioned parameter, flat and without padding."""
     return _unpadded(parameter, parameter.ds_tensor)
 
 
 def local_gradient(parameter: Any) -> Tensor | None:
-    """The rank's part of a gradient between the backward pass and ZeRO's step, times the loss scale; flat.
+    """Return the rank's part of a gradient, flat and times the loss scale, before ZeRO's step.
 
-    ``None`` where there is none, or where ZeRO does not have the parameter.
+    It is empty if the whole parameter belongs to other ranks. ``None`` if there is no gradient
+    under ZeRO-3, or ZeRO does not have the parameter.
     """
     if is_partitioned(parameter):
         gradient = parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter)
@@ -343,7 +410,7 @@ def local_gradient(parameter: Any) -> Tensor | None:
     if not hasattr(parameter, "_hp_mapping"):
         return None
     fragment = parameter._hp_mapping
-    if fragment is None:  # all of it lies on other ranks
+    if fragment is None:  # the whole parameter belongs to other ranks
         return parameter.new_empty(0)
     gradient = fragment.get_lp_grad_fragment(parameter._index_in_param_group).detach().reshape(-1)
     place = fragment.lp_fragment_address
@@ -351,7 +418,10 @@ def local_gradient(parameter: Any) -> Tensor | None:
 
 
 def _unpadded(parameter: Any, part: Tensor) -> Tensor:
-    """ZeRO-3 splits a parameter into equal parts, of which the last ones have nothing behind its end."""
+    """Return ``part`` flat and without padding.
+
+    ZeRO-3 pads the last parts, because all have the same size.
+    """
     flat = part.detach().reshape(-1)
     rank = dist.get_rank(parameter.ds_process_group)
     return flat[: max(0, parameter.ds_numel - rank * flat.numel())]

@@ -1,4 +1,4 @@
-"""torch's private names around sharding (DDP, FSDP2, FSDP1), each behind a function that says what it is for."""
+"""Functions around torch's private names of sharding: DDP, FSDP2 and FSDP1."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def ddp_buffers_outside_autocast(ddp: Any, device_type: str) -> AbstractContextManager[None]:
-    """Within, DDP broadcasts buffers with autocast off.
+    """Return a context in which ``ddp`` broadcasts buffers with autocast off.
 
-    Lightning enters autocast around DDP's forward, in which buffers are put into one flat tensor. Autocast knows one
-    half format, and raises at a buffer in the other one.
+    Lightning enters autocast around DDP's forward, where DDP puts buffers into one flat tensor.
+    Autocast knows one half format, and raises at a buffer in the other one.
     """
     sync = ddp._sync_buffers
 
@@ -41,7 +41,7 @@ def ddp_buffers_outside_autocast(ddp: Any, device_type: str) -> AbstractContextM
 
 
 def register_comm_hooks(model: Any) -> bool:
-    """Give DDP's reducer, which is new, the communication hooks that the last one had; whether there are any."""
+    """Give DDP's new reducer the communication hooks of the one before. True if there are any."""
     for hook, state in model._comm_hooks:
         cast("Any", dist)._register_comm_hook(model.reducer, state, hook)
     return bool(model._comm_hooks)
@@ -51,7 +51,10 @@ def register_comm_hooks(model: Any) -> bool:
 
 
 def policies(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
-    """Each unit's name and ``MixedPrecisionPolicy``, and the dtype its trainable parameters are stored in."""
+    """Yield each unit's name, its ``MixedPrecisionPolicy``, and its trainable parameters' dtype.
+
+    Units without trainable parameters are left out.
+    """
     for name, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
             held = (one.sharded_param for group in _groups_of(unit) for one in group.fsdp_params)
@@ -61,17 +64,23 @@ def policies(model: nn.Module) -> Iterator[tuple[str, Any, torch.dtype]]:
 
 
 class _TwoWays:
-    """A parameter that FSDP2 gathers in one of two ways; each way keeps the tensors that torch made for it."""
+    """A parameter that FSDP2 gathers in one of two ways.
+
+    Each way keeps the tensors that torch made for it.
+    """
 
     _KEPT = ("_unsharded_param", "_unsharded_inner_tensors", "all_gather_outputs")
 
     def __init__(self, parameter: Any) -> None:
         self._parameter, self._second = parameter, False
-        #: what torch made for the way that is not in use
+        #: torch's tensors for the way that is not in use
         self._made: dict[str, Any] = {}
 
     def _switch(self, second: bool) -> None:
-        """Use the tensors of the other way, unless they are in use. The parameter has to be sharded."""
+        """Use the tensors of the second way, or of the first.
+
+        The parameter has to be sharded at the moment.
+        """
         if self._second == second:
             return
         self._second = second
@@ -84,9 +93,9 @@ class _TwoWays:
 
 
 class GatherExtension(_TwoWays):
-    """Gathers a parameter by FSDP2's extensions, or as it is stored.
+    """A parameter that is gathered through FSDP2's extension hooks, or as it is stored.
 
-    A subclass has the extensions: ``before`` and ``after`` each all-gather.
+    A subclass has the hooks: ``before`` and ``after`` each all-gather.
     """
 
     before: Any
@@ -99,21 +108,27 @@ class GatherExtension(_TwoWays):
 
     @classmethod
     def of(cls, model: nn.Module) -> list[Self]:
-        """One for every parameter in a unit of ``model``."""
+        """Return an object for each parameter in FSDP2's units of ``model``."""
         return [cls(parameter) for parameter in _sharded_below(model)]
 
     @property
     def extended(self) -> bool:
-        """Whether it is gathered by the extensions."""
+        """True if the parameter is gathered through the hooks."""
         return self._second
 
     @property
     def local(self) -> Any:
-        """This rank's shard; the very tensor that torch asks for extensions, of which ``to_local`` gives another."""
+        """Return the tensor of this rank's shard on which torch looks for the hooks.
+
+        ``to_local`` would return another object.
+        """
         return self._parameter._sharded_local_tensor
 
     def use(self, extended: bool) -> None:
-        """Gather by the extensions from now on, or as stored."""
+        """Gather through the hooks from now on if ``extended``, else as stored.
+
+        The parameter has to be sharded.
+        """
         local = self.local
         _unpatch([local], "fsdp_pre_all_gather", "fsdp_post_all_gather")
         if extended:
@@ -122,16 +137,17 @@ class GatherExtension(_TwoWays):
 
 
 def shards(model: nn.Module) -> list[Tensor]:
-    """What this rank holds of each parameter that FSDP2 or FSDP1 sharded."""
+    """Return this rank's shard of each parameter that FSDP2 or FSDP1 sharded."""
     flat: Any = (getattr(unit, "_flat_param", None) for unit in model.modules())
     pieces = [piece for one in flat if one is not None for piece in one._params]
     return pieces + [one.sharded_param for one in _sharded_below(model)]
 
 
 class HalfGather(_TwoWays):
-    """Gathers an fp32 parameter in a half ``dtype``, or as it is stored; its shard stays as it is.
+    """An fp32 parameter that is gathered in a half ``dtype``, or as it is stored.
 
-    ``fully_shard`` itself has one dtype for all parameters of a unit. ``wrap(gathered)`` returns the whole parameter.
+    Its shard stays fp32. ``fully_shard`` itself has one dtype for all parameters of a unit.
+    ``wrap`` takes the gathered tensor, and returns the tensor that the module sees.
     """
 
     def __init__(self, parameter: Any, dtype: torch.dtype, wrap: Callable[[Tensor], Tensor]) -> None:
@@ -140,7 +156,10 @@ class HalfGather(_TwoWays):
         self.use(half=True)
 
     def use(self, *, half: bool) -> None:
-        """Gather in the half dtype from now on, or as stored. The parameter has to be sharded."""
+        """Gather in the half dtype from now on if ``half``, else as stored.
+
+        The parameter has to be sharded.
+        """
         self._switch(not half)
         parameter: Any = self._parameter
         _unpatch([parameter], "init_dtype_attrs", "init_unsharded_param")
@@ -148,7 +167,7 @@ class HalfGather(_TwoWays):
         if half:
             parameter.init_dtype_attrs, parameter.init_unsharded_param = self._init_dtypes, self._init_unsharded
 
-    def _init_dtypes(self, policy: Any) -> None:  # called again by every unshard() of the user's
+    def _init_dtypes(self, policy: Any) -> None:  # a user's unshard() calls it again
         type(self._parameter).init_dtype_attrs(self._parameter, policy)
         self._parameter.param_dtype = self._dtype
 
@@ -170,10 +189,16 @@ class HalfGather(_TwoWays):
 def gather_halves(
     model: nn.Module, names: Mapping[tuple[int, str], str], dtype: torch.dtype, wrap: Callable[..., Tensor]
 ) -> list[HalfGather]:
-    """Gather the fp32 parameters in ``names`` in ``dtype``, all others as they are stored; shards stay as they are.
+    """Gather the fp32 parameters in ``names`` in ``dtype``, and all others as they are stored.
 
-    Return what switches each of them between the two. ``names``: by the ``id`` of a module and a parameter's key in it.
-    ``wrap(gathered, label=name)`` makes the whole parameter.
+    All weights are resharded, and shards keep their values and dtypes. The result has a switch for
+    each parameter that is gathered in half.
+
+    Args:
+        model: the model with FSDP2's units.
+        names: names of parameters, by the ``id`` of a module and the parameter's key in it.
+        dtype: the half dtype.
+        wrap: ``wrap(gathered, label=name)`` returns the tensor that the module sees.
     """
     Units(model).reshard()
     halves = list[HalfGather]()
@@ -188,36 +213,43 @@ def gather_halves(
 
 
 class Units:
-    """The shard units of a model."""
+    """FSDP2's shard units of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._groups = _groups_below(model)
 
     def reshard(self) -> None:
-        """Free every gathered parameter, so that the next forward pass gathers the weights as they are by then."""
+        """Reshard every parameter, so that the next forward pass gathers the shards' values.
+
+        Nothing is resharded in a backward pass with ``create_graph=True`` under ``Writes``.
+        """
         for group in self._groups:
-            group.wait_for_unshard()  # of a gather that the user began
+            group.wait_for_unshard()  # the user may have begun a gather
             group._to_sharded()
 
 
 class Writes:
-    """Lets users write to the weights of a sharded model as to plain ones, until ``release``.
+    """Patches of FSDP2 by which users write to sharded weights as to plain weights.
 
-    ``weight.data = value`` changes nothing in a DTensor: here the values go into the shard. What is
-    written to a gathered weight, in a step or in the forward of its module, goes into the shard when
-    the weight is sharded again.
+    They hold until ``release``.
+    ``weight.data = value`` changes nothing in a DTensor of torch. Under the patches the values go
+    into the shard. A write to a gathered weight goes into the shard at the next reshard. There are
+    three exceptions. A weight that is gathered in half or FP8 is not written back. A shard that
+    changed after the gather keeps its value. Outside of the root unit, an in-place write to the
+    ``.data`` of a gathered weight is lost, because it leaves no trace.
 
-    Raises, there: a PlanError for values that a shard cannot take, and at the next gather one for a
-    parameter that was replaced or removed.
+    Raises:
+        PlanError: from an assignment or a reshard, if a shard cannot take the values. From the next
+            unshard, if a parameter was replaced or removed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        #: by the ``id`` of each DTensor that users see as a weight, what torch knows of it
+        #: torch's FSDP parameter, by the ``id`` of the DTensor that users see as the weight
         self._dtensors = {id(one.sharded_param): one for one in _sharded_below(model)}
-        #: of what is gathered, the versions of the gathered weight and of its shard at that time
+        #: for each gathered parameter, the versions of the weight and of its shard at the gather
         self._versions: dict[Any, tuple[int, int]] = {}
-        #: what a user assigned to since it was gathered
+        #: parameters that a user assigned to since they were gathered
         self._assigned = set[Any]()
         self._groups = _groups_below(model)
         root: list[Any] = _groups_of(model) if isinstance(model, FSDPModule) else []
@@ -230,7 +262,7 @@ class Writes:
         self._patch.enter_context(patched(DTensor, data=data))
 
     def release(self) -> None:
-        """Leave the units, and torch's class."""
+        """Undo the patches of the units and of ``DTensor``."""
         _unpatch(self._groups, "unshard", "_to_unsharded", "_to_sharded")
         self._patch.close()
 
@@ -255,7 +287,7 @@ class Writes:
                 self._note_gathered(parameter)
 
         def take_and_to_sharded() -> None:
-            # a graph of the gradients reads the gathered weights once more, in the backward pass of what is made of it
+            # create_graph=True: the backward pass of the gradients reads the gathered weights again
             if in_backward() and torch.is_grad_enabled():
                 return
             if group.is_unsharded:
@@ -271,11 +303,18 @@ class Writes:
         self._versions[parameter] = whole._version, shard._version
         self._assigned.discard(parameter)
         self._names[id(whole)] = self._names.get(id(shard), "")
-        if isinstance(whole, DTensor):  # of a tensor-parallel weight
+        if isinstance(whole, DTensor):  # tensor parallelism
             self._dtensors[id(whole)] = parameter
 
     def _assign(self, assign: Callable[[Tensor, Tensor], None], weight: Any, value: Tensor) -> None:
-        """Do what ``weight.data = value`` does for a plain weight; ``assign`` does it for others."""
+        """Write ``value`` into the shard of ``weight``.
+
+        For a DTensor of no unit, call torch's ``assign``.
+
+        Raises:
+            PlanError: dtype or shape differ, the value shares memory with another weight, or a
+                gathered tensor-parallel weight is assigned to.
+        """
         parameter = self._dtensors.get(id(weight))
         if parameter is None:
             assign(weight, value)
@@ -285,7 +324,7 @@ class Writes:
         self._check(weight, value)
         local, piece = weight._local_tensor, _local_of(_sharded_like(weight, value.detach()))
         if _share_memory(local, piece):
-            piece = piece.clone()  # a view of the weight, whose entries may lie in another order
+            piece = piece.clone()  # a view of the weight may have its entries in another order
         elif any(_share_memory(shard, piece) for shard in self._shards()):
             given = "the data of another weight, which two shards cannot share"
             raise self._refused(weight, given, "value.clone()")
@@ -318,9 +357,13 @@ class Writes:
             )
 
     def _take_written(self, group: Any, *, every: bool) -> None:
-        """Write gathered weights that a user wrote to into the shards, or ``every`` weight.
+        """Write gathered weights that a user changed into the shards, or all of them if ``every``.
 
-        The root's are written in any case, because an in-place operation on ``weight.data`` leaves no trace.
+        The root unit passes ``every``, because an in-place operation on ``weight.data`` leaves no
+        trace.
+
+        Raises:
+            PlanError: a user assigned data of another dtype or shape.
         """
         shards, pieces = list[Tensor](), list[Tensor]()
         for parameter in group.fsdp_params:
@@ -341,7 +384,7 @@ class Writes:
             if replaced:
                 whole.data = gathered.as_strided(whole.shape, parameter._contiguous_orig_stride)
             if changed and group._reshard_after_forward_event is None:
-                # the next gather, on a stream of its own, has to wait for the writing
+                # the next gather runs on its own stream, and has to wait for this write
                 group._reshard_after_forward_event = group.device_handle.Event()
         if shards:
             with torch.no_grad():
@@ -351,7 +394,10 @@ class Writes:
 
 
 def _sharded_like(weight: Any, value: Any) -> Tensor:
-    """``value``, which is whole on every rank or sharded in any way, sharded as ``weight`` is."""
+    """Return ``value`` sharded like ``weight``. The value may be whole, or sharded in any way.
+
+    A collective if the value is a DTensor of other placements.
+    """
     if not isinstance(value, DTensor):
         return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
     if value.placements == weight.placements:
@@ -368,7 +414,7 @@ def _local_of(tensor: Tensor) -> Tensor:
 
 
 def _piece_of(parameter: Any, whole: Tensor) -> Tensor:
-    """This rank's piece of the whole parameter, as FSDP2 cuts it."""
+    """Return this rank's piece of the whole parameter, as FSDP2 cuts it."""
     mesh, dimension = parameter.mesh_info, parameter.fsdp_placement.dim
     pieces = whole.chunk(mesh.shard_mesh_size, dimension)
     return (
@@ -382,28 +428,32 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class UnusedParameters:
-    """Leaves parameters that a step did not use on some rank (experts) the gradients that DDP would, under FSDP2.
+    """Patches of FSDP2 that give the gradient of DDP to parameters that some ranks did not use.
 
-    FSDP2 reduces what has a gradient on this rank: ranks that used different parameters add up different ones. Here a
-    unit reduces all it has, with zeros for what the rank did not use; what no rank used has no gradient afterwards.
-    A backward pass costs one all-reduce of a flag a parameter, read only where a gradient was missing on this rank.
+    Experts are an example. FSDP2 reduces only parameters with a gradient on this rank, so ranks
+    that used different parameters would add up different ones. Under the patches a unit reduces all
+    its trainable parameters, with zeros for unused ones. A parameter that no rank used in the
+    window has no gradient afterwards. A backward pass costs one all-reduce of a flag for each
+    parameter. The host reads the flags only if a gradient was missing on this rank.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device, self._groups = device, _groups_below(model)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        #: each parameter as torch records it, and its name
+        #: the name of each of torch's FSDP parameters
         self._names = {one: names.get(id(one.sharded_param), "") for one in _sharded_below(model)}
-        #: of each group, the forwards that no backward pass has come to yet: each may end in a reduction
+        #: for each group, the number of forwards whose backward has not run: each may end in a
+        #: reduction
         self._left = dict.fromkeys(self._groups, 0)
-        #: groups of which a forward in this step did nothing
+        #: groups with an idle forward in this step
         self._passed = set[Any]()
         self._forget()
         for group in self._groups:
             self._watch(group, group.pre_forward, group.post_backward)
 
     def _forget(self) -> None:
-        #: what had a gradient on this rank, what had none since the last step either, what a unit has that did not run
+        #: parameters with a gradient on this rank, parameters without one since the last step, and
+        #: parameters of units that did not run
         self._used, self._missed, self._skipped = set[Any](), set[Any](), set[Any]()
         self._reduced = False
 
@@ -416,7 +466,8 @@ class UnusedParameters:
             self._left[group] -= 1
             last = self._left[group] <= 0
             if group in self._passed and not last and group.reduce_grads:
-                # Where every forward ran, the gradients come with the last one: they are reduced once there as well.
+                # A rank that ran every forward has all gradients at the last one, and reduces once
+                # there.
                 with patched(group, reduce_grads=False):
                     reduce(*hook)
                 return
@@ -427,23 +478,27 @@ class UnusedParameters:
         group.pre_forward, group.post_backward = pre_forward, post_backward
 
     def release(self) -> None:
-        """Let go of the units."""
+        """Undo the patches."""
         _unpatch(self._groups, "pre_forward", "post_backward")
 
     def note_passed(self, unit: nn.Module) -> None:
-        """Note that a forward of the unit does nothing on this rank, and may run on another one."""
+        """Note an idle forward of ``unit`` on this rank. Other ranks may run it."""
         self._passed.update(_groups_of(unit))
 
     def _complete(self, group: Any, *, last: bool) -> None:
-        """Put zeros where this rank has no gradient, before the unit's are reduced."""
+        """Fill missing gradients with zeros before the group is reduced.
+
+        ``last``: no forward of it is left. Nothing is filled if the whole group has no gradient,
+        unless ``last`` and the backward pass reached its output.
+        """
         self._reduced = True
         members = {parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad}
         missing = {parameter for parameter in members if not _has_gradient(parameter)}
         self._used |= members - missing
         if missing == members:
-            if not last:  # of a unit that ran twice, all gradients come with the first forward
+            if not last:  # a unit that ran twice has all gradients at its first forward's backward
                 return
-            if group._training_state.name != "PRE_BACKWARD":  # the pass did not come to the unit's output
+            if group._training_state.name != "PRE_BACKWARD":  # the pass did not reach its output
                 self._skipped |= members
                 return
         for parameter in missing:
@@ -452,9 +507,13 @@ class UnusedParameters:
             parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
 
     def finish_backward(self) -> None:
-        """After a backward pass: take the gradient away from parameters that no rank used in the window.
+        """After a backward pass, drop the gradient of parameters that no rank used in the window.
 
-        A unit that another rank ran and this one did not, whose weights were then mistaken for others, is a PlanError.
+        A collective if a group was reduced in the pass.
+
+        Raises:
+            PlanError: another rank ran a unit that this one did not run. Their collectives then
+                mixed up weights.
         """
         self._left = dict.fromkeys(self._groups, 0)
         self._passed.clear()
@@ -475,13 +534,13 @@ class UnusedParameters:
 
 
 def _has_gradient(parameter: Any) -> bool:
-    """Whether there is a gradient of the parameter that is not reduced yet."""
-    unsharded = getattr(parameter, "_unsharded_param", None)  # none before it was gathered for the first time
+    """True if the parameter has a gradient that is not reduced yet."""
+    unsharded = getattr(parameter, "_unsharded_param", None)  # missing before the first gather
     return getattr(unsharded, "grad", None) is not None or parameter.unsharded_accumulated_grad is not None
 
 
 def ranks_apart(given: str) -> PlanError:
-    """The error where ranks run different modules."""
+    """Return the PlanError for ranks that run different modules. ``given`` begins its message."""
     return PlanError.of(
         f"{given}, with sharded weights, which all ranks gather and sum together",
         "run every one on every rank, with 0 times what one does not need in its loss, or use strategy='mp_ddp'",
@@ -489,11 +548,12 @@ def ranks_apart(given: str) -> PlanError:
 
 
 def sync_hooks_and_requires_grad(model: nn.Module) -> Callable[[], None]:
-    """Give gathered parameters the hooks and ``requires_grad`` of their shards; what is returned ends that.
+    """Give gathered parameters the hooks and ``requires_grad`` of their shards.
 
-    The hooks then see the whole gradient of this rank before it is summed, as under DDP. torch itself copies
-    ``requires_grad`` only where it gathers: of two that differ later the one that was changed since counts, be it the
-    shard (``toggle_optimizer``) or what is gathered (by hand).
+    Return a function that ends it. The hooks then see the whole gradient of this rank before it is
+    reduced, as under DDP. torch itself copies ``requires_grad`` only when it gathers. If shard and
+    gathered parameter differ later, the one that changed counts: the shard after
+    ``toggle_optimizer``, or the gathered parameter after a change by hand.
     """
     groups, trained = _groups_below(model), dict[Any, bool]()
 
@@ -521,7 +581,7 @@ def sync_hooks_and_requires_grad(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def hooks_kept(module: nn.Module) -> Generator[None, None, None]:
-    """Within, parameters may be put in place of others: they take over hooks that a user registered."""
+    """At the end of the context, give the hooks of parameters to those that replaced them in it."""
     before: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     yield
     new: Any
@@ -533,7 +593,10 @@ def hooks_kept(module: nn.Module) -> Generator[None, None, None]:
 
 @contextmanager
 def unsummed_gradients(model: nn.Module) -> Generator[None, None, None]:
-    """Within, backward passes of a model's units do not sum over ranks; what they leave is dropped."""
+    """Within the context, backward passes of a model's units do not reduce.
+
+    Their gradients are dropped at its end.
+    """
     for unit in _units(model):
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -543,7 +606,10 @@ def unsummed_gradients(model: nn.Module) -> Generator[None, None, None]:
 
 
 def reset_units(model: nn.Module) -> None:
-    """Bring the units of ``model`` to where a step begins: what fails within one leaves them in the midst of it."""
+    """Set the units of ``model`` to their state at the start of a step.
+
+    A failed step leaves them in the midst of it. Gradients that are not reduced yet are dropped.
+    """
     for unit in _units(model):
         unit.set_requires_gradient_sync(True, recurse=False)  # over shards and over replicas
         reset = getattr(unit, "reset_iter_state", None)  # torch 2.11 has none
@@ -557,31 +623,42 @@ def reset_units(model: nn.Module) -> None:
 
 
 def make_root(unit: Any) -> None:
-    """Make it the root now: a unit that is called before the first step must not become one."""
+    """Make ``unit`` the root now.
+
+    Otherwise a unit inside that is called before the first step becomes a root.
+    """
     _state(unit)._lazy_init()
 
 
 def before_backward_from(loss: Tensor, unit: Any) -> None:
-    """Have the unit gathered when a backward pass comes to ``loss``."""
+    """Have ``unit`` gathered when a backward pass reaches ``loss``."""
     loss.register_hook(_state(unit)._pre_backward)
 
 
 def seen_as_whole(module: nn.Module) -> AbstractContextManager[None]:
-    """Within, code that asks whether FSDP manages the module, as transformers does, is told that it does not.
+    """Return a context in which transformers does not see that FSDP manages ``module``.
 
-    transformers runs layers there that LayerDrop leaves out: wav2vec2 would train without it.
+    Under FSDP, transformers runs layers that LayerDrop leaves out, so wav2vec2 would train without
+    LayerDrop.
     """
     return patched(module, _is_fsdp_managed_module=False)
 
 
 def enter_unit(unit: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
-    """Begin a forward of the unit that does nothing: gather its weights; return its inputs, as autograd sees them."""
+    """Begin an idle forward of ``unit``: gather its weights.
+
+    Return ``tensors`` with FSDP2's backward hook. A collective.
+    """
     inputs, _ = _state(unit)._pre_forward(unit, tuple(tensors), {})
     return list(inputs)
 
 
 def leave_unit(unit: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
-    """End a forward of the unit; return its outputs, at which a backward pass gathers its weights once more."""
+    """End an idle forward of ``unit``.
+
+    Return ``tensors`` with a hook that gathers the weights in the backward pass. Without gradients
+    return ``tensors``. If the unit is trained, one returned tensor requires a gradient at least.
+    """
     state = _state(unit)
     for group in _groups_of(unit):
         group.post_forward(unit, None, None)
@@ -590,13 +667,14 @@ def leave_unit(unit: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
         return tensors
     trained = any(parameter.requires_grad for parameter in unit.parameters())
     if trained and tensors and not any(tensor.requires_grad for tensor in tensors):
-        # the output of a unit that ran would need a gradient because of its weights
+        # the output of a unit that runs would require a gradient because of its weights
         tensors = [tensors[0] + tensors[0].new_zeros((), requires_grad=True), *tensors[1:]]
     outputs = list[Tensor]()
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.register_hook(state._pre_backward)
-            # a clone: torch drops the hook of a view that is changed in place, and hooks of units around come first
+            # A clone: torch drops the hook of a view that is changed in place, and hooks of outer
+            # units come first.
             tensor = tensor.clone()  # noqa: PLW2901
         outputs.append(tensor)
     return outputs
@@ -615,13 +693,13 @@ def _sharded_below(model: nn.Module) -> list[Any]:
 
 
 def _groups_of(unit: Any) -> list[Any]:
-    """The unit's groups of parameters, each of which is gathered and reduced as one."""
+    """Return the unit's parameter groups. A group is gathered and reduced as one."""
     state = _state(unit)
     several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one, under the other name
     return [group for group in several or [state._fsdp_param_group] if group is not None]
 
 
-#: what torch knows of a unit
+#: returns torch's FSDP state of a unit
 _state = methodcaller("_get_fsdp_state")
 
 
@@ -633,13 +711,17 @@ def _unpatch(objects: Iterable[Any], *names: str) -> None:
 
 # ------------------------------------------------------------------ FSDP1
 
-#: the attribute of a module in which its wrapper is kept
+#: the attribute of a module that keeps its FSDP1 wrapper
 FSDP1_ROOT = "_lmp_fsdp1_root"
-#: the keyword of FSDP1's ``MixedPrecision`` by which it wraps no module (batch norms, else) apart
+#: the keyword of FSDP1's ``MixedPrecision`` by which FSDP1 wraps no module apart, as it would batch
+#: norms
 LEAVE_ALL_MODULES: dict[str, Any] = {"_module_classes_to_ignore": ()}
 
 
 def total_norms_by(norm: Callable[..., Tensor]) -> AbstractContextManager[None]:
-    """Within, ``clip_grad_norm_`` calls ``norm(torch's own, gradients, norm_type, ...)``."""
+    """Return a context in which ``clip_grad_norm_`` calls ``norm``.
+
+    Its arguments are torch's own function, the gradients, and the rest of torch's arguments.
+    """
     place: Any = import_module("torch.nn.utils.clip_grad")
     return patched(place, _get_total_norm=partial(norm, place._get_total_norm))

@@ -187,7 +187,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         set_mesh(self._user_module, self._device_mesh)
 
     def degrees(self, world: int) -> tuple[int, int, int]:
-        """Return (replicas, shards in each replica, ranks that split a layer) of ``world`` processes."""
+        """Return (replicas, shards in a replica, ranks that split a layer) for ``world`` ranks."""
         size = max(self._tensor_parallel, 1)
         shards = max(world // size, 1) if self._shards == "auto" else int(self._shards)
         replicas, shards = self._mesh or (1, shards)
