@@ -57,9 +57,9 @@ class NonFiniteGuard(ActingCallback, WritesRun):
         run_dir: the folder to write to. By default it is the run's own, in the logger's folder.
 
     Raises:
-        PlanError: a bad argument. Raised by the fit: a MixedPrecisionPlan next to it (use its
-            ``nonfinite=``), ``"rewind"`` without a ``ModelCheckpoint``, DeepSpeed, or an optimizer
-            that evaluates its closure again (LBFGS).
+        PlanError: a bad argument. Raised by the fit: a MixedPrecisionPlan is present (use its
+            ``nonfinite=``), or ``"rewind"`` has no ``ModelCheckpoint``. Also raised for DeepSpeed,
+            and for an optimizer that evaluates its closure again (LBFGS).
     """
 
     plan_field = "nonfinite"

@@ -193,11 +193,11 @@ class BadSteps:
     def _save(self, kept: KeptBatch | None, event: Event) -> None:
         """Write a batch as a dict, on the event's rank, or on every rank if the event has none.
 
-        Keys of the dict are ``batch`` (as ``training_step`` got it, on the CPU), ``batch_idx``,
-        ``step``, ``rank``, ``accumulate`` (the micro-batches that a loss is divided by), ``rng``
-        (the generators before the forward), ``loss_scale`` and ``event``.
-        ``torch.load(weights_only=True)`` can read it if the batch has only tensors in plain
-        containers.
+        Keys of the dict are ``batch``, ``batch_idx``, ``step``, ``rank``, ``accumulate``, ``rng``,
+        ``loss_scale`` and ``event``. ``batch`` is on the CPU, as ``training_step`` got it.
+        ``accumulate`` is the number of micro-batches of a step. ``rng`` has the random generators
+        before the forward. ``torch.load(weights_only=True)`` can read it if the batch has only
+        tensors in plain containers.
 
         Nothing is written for ``None``, or after ``MAX_STEPS`` steps. If writing fails, a warning
         is given.
@@ -230,10 +230,9 @@ class BadSteps:
         """Load the newest checkpoint with finite weights, or return False without one.
 
         Weights, optimizers, schedulers and the precision's state are loaded.
-        ``trainer.global_step``, loops, data and callbacks continue from where they are. Only a
-        checkpoint that this fit saved, or the ``ckpt_path`` that it resumed from, is loaded,
-        because reading may run code of the file. Without a finite checkpoint, the oldest one stays
-        loaded.
+        ``trainer.global_step``, loops, data and callbacks continue from where they are. Only
+        checkpoints that this fit saved, or resumed from, are loaded, because reading may run code
+        of the file. Without a finite checkpoint, the oldest one stays loaded.
 
         Every rank must call it. If a save that is under way fails, its error is raised.
         """

@@ -148,9 +148,9 @@ def load(path: Path | str, *, weights_only: bool | None, mmap: bool = False) -> 
     With ``mmap`` a tensor is read from the file when it is used.
 
     Raises:
-        CheckpointFormatError: the file is not a complete one of ``torch.save``, its content is no
-            dict, or it has other objects than tensors and plain values. ``weights_only=False``
-            permits these objects.
+        CheckpointFormatError: the file is not a complete one of ``torch.save``, or has no dict. Or
+            it has objects besides tensors and plain values, which only ``weights_only=False``
+            permits.
     """
     files, place = _on(path)
     content: Any = BytesIO(files.cat_file(place)) if is_remote_path(path) else place

@@ -71,8 +71,8 @@ def consolidate(
         The output's path, or its address.
 
     Raises:
-        CheckpointFormatError: the checkpoint cannot be read, the output's ending is unknown, the
-            output is a folder or the checkpoint itself, or no tensor is below ``prefix``.
+        CheckpointFormatError: the checkpoint cannot be read, or no tensor is below ``prefix``. Or
+            the output has an unknown ending, or is a folder or the checkpoint itself.
         PlanError: ``dtype`` is no storage format.
         MissingExtraError: safetensors or DeepSpeed is needed and not installed.
     """
@@ -113,6 +113,12 @@ def write_consolidated(
 
 
 def _writer(output: Path) -> Callable[[dict[str, Tensor], Path], Any]:
+    """Return the function that writes tensors to a file with the ending of ``output``.
+
+    Raises:
+        CheckpointFormatError: the ending is unknown.
+        MissingExtraError: safetensors is not installed.
+    """
     if output.suffix not in _SUFFIXES:
         raise CheckpointFormatError(f"the output {str(output)!r}", "add an ending", ", ".join(_SUFFIXES))
     if output.suffix != ".safetensors":
@@ -177,6 +183,7 @@ def _plain(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], *, 
 
 
 def _write_whole(tensors: dict[str, Tensor], output: Path, save: Callable[[dict[str, Tensor], Path], Any]) -> None:
+    """Write a temporary file beside ``output``, and rename it to ``output`` once it is complete."""
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -306,6 +313,11 @@ def _optimizer_keys(roots: Iterable[str]) -> list[str]:
 
 
 def _sharded(path: Path, *, states: bool) -> dict[str, Any]:
+    """Return the weights of a folder of shards, and its optimizer states if ``states``, else none.
+
+    Raises:
+        CheckpointFormatError: the folder is damaged, or has no weights.
+    """
     roots = _roots(_metadata(path))
     key = next((key for key in _WEIGHTS if key in roots), None)
     if key is None:
@@ -315,6 +327,11 @@ def _sharded(path: Path, *, states: bool) -> dict[str, Any]:
 
 
 def _read_shards(path: Path, keys: set[str] | None) -> dict[str, Any]:
+    """Return the entries of a folder of shards below ``keys``, or all for ``None``.
+
+    Raises:
+        CheckpointFormatError: an entry cannot be read.
+    """
     try:
         return read_shards(path, keys)
     except CheckpointException as error:  # holds one error a rank; there is one rank here
@@ -326,6 +343,11 @@ def _sharded_states(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _metadata(path: Path) -> Any:
+    """Return the index of a folder of shards.
+
+    Raises:
+        CheckpointFormatError: the index cannot be read, or a file that it names is missing.
+    """
     try:
         metadata = FileSystemReader(path).read_metadata()
     except (pickle.UnpicklingError, EOFError, AttributeError) as error:
@@ -420,6 +442,11 @@ def _deepspeed(path: Path) -> dict[str, Any]:
 
 
 def _model_states(path: Path, folder: Path) -> dict[str, Any]:
+    """Return DeepSpeed's model states of rank 0 in ``folder``. ``path`` is for messages.
+
+    Raises:
+        CheckpointFormatError: the file is missing or damaged.
+    """
     names = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:

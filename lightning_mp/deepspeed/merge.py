@@ -163,6 +163,7 @@ def _compare(policy: PrecisionPolicy, config: Mapping[str, Any], faults: Faults)
 
 
 def _contradiction(given: str, otherwise: str, faults: Faults) -> None:
+    """Add a fault for a value in the JSON that differs from the plan's or the strategy's."""
     fix = f"remove {given.partition('=')[0]} from the JSON, or write the same in both"
     faults.add(f"{given} in the JSON and {otherwise}", fix=fix)
 
@@ -322,9 +323,9 @@ class DeepSpeedJson:
             gradient_clipping: the largest norm of the gradients. 0 is no clipping.
 
         Raises:
-            PlanError: the precision is ``"auto"``, an argument is wrong, or DeepSpeed would carry
-                out a field with other numbers (growth and backoff factors, true modes, …). All
-                faults are named at once, and no file is written.
+            PlanError: the precision is ``"auto"``, or an argument is wrong. Or DeepSpeed would
+                carry out a field with other numbers (growth and backoff factors, true modes, …).
+                All faults are named at once, and no file is written.
         """
         policy: PrecisionPolicy = cast("Any", self).policy
         config: dict[str, Any] = {

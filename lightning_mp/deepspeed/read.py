@@ -225,9 +225,8 @@ def read_policy(source: JsonLike) -> tuple[PrecisionPolicy, DeepSpeedNotes]:
 
     Raises:
         PlanError: the source is no JSON object, or its keys for formats and the loss scale cannot
-            be a plan. All faults of these keys are named at once: an unknown key, a bad value,
-            several formats to compute in, a format that no plan has, an ``"auto"`` that stays
-            undecided.
+            be a plan. All faults of these keys are named at once. Examples are an unknown key, a
+            bad value, several formats to compute in, and an ``"auto"`` that stays undecided.
     """
     config = load_json(source)
     notes = DeepSpeedNotes({}, {}, {})
@@ -333,8 +332,7 @@ def read_rule(block: Mapping[str, Any], faults: Faults) -> LossScaling | None:
 def _decides_formats(key: str) -> bool:
     """True if a top-level key decides a format or the loss scale, or was probably meant to.
 
-    An unknown key counts if its spelling is close to such a key, or if it belongs in a format
-    block.
+    An unknown key counts if it is spelled like such a key, or if it belongs in a format block.
     """
     known = (*filter(None, BLOCKS), SENT, *_FORMATS)
     if key in known or key in BLOCKS[""] or key in REFUSED:

@@ -178,6 +178,7 @@ def _ids(values: Iterable[Any]) -> list[int]:
 
 
 def _restore_entries(entries: dict[str, Any], noted: dict[str, Any], leave: Iterable[str]) -> None:
+    """Make ``entries`` equal to ``noted``, except the names in ``leave``."""
     for name in [name for name in entries if name not in noted and name not in leave]:
         del entries[name]
     entries.update(noted)

@@ -60,9 +60,9 @@ def cut(module: LightningModule, count: int, faults: Faults) -> Cut | None:
 
     ``None`` is returned if no function makes its stages, or if ``faults`` has a fault already.
 
-    Faults are added for a module that cannot be initialized, a parameter in several stages (tied),
-    a trained parameter in no stage, and a parameter that is not the module's own. A cut may be
-    returned even then. Every stage is made once.
+    Faults are added for a module that cannot be initialized, and for a tied parameter in several
+    stages. Faults are also added for a trained parameter in no stage, and for a stage's parameter
+    that is not the module's own. A cut may be returned even then. Every stage is made once.
     """
     cannot_initialise(module, faults)
     make = None if faults.found else _maker(module, count, faults)
@@ -183,6 +183,7 @@ class DecoderStage(nn.Module):
 
 
 def _shape(module: nn.Module) -> _Shape | None:
+    """Return the names of the model's parts, or ``None`` if it extends no class of ``_SHAPES``."""
     kind = next((kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")), None)
     return None if kind is None else _SHAPES.get(kind.__name__)
 

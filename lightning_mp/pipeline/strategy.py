@@ -151,6 +151,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Return the number of replicas, and this rank's index among them."""
         group = self.replica_group
         return {"num_replicas": group.size(), "rank": dist.get_rank(group)}
 
@@ -167,6 +168,12 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return dataloader
 
     def setup_environment(self) -> None:
+        """Start the process group, and create the mesh of stages and replicas.
+
+        Raises:
+            PlanError: stages times replicas is not the number of processes, or there is one stage
+                only.
+        """
         world = self.num_nodes * self.num_processes
         stages, replicas = self._sizes(world)
         if stages * replicas != world or stages < 2:
@@ -195,6 +202,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return (1, replicas, stages) if self.shard else (replicas, 1, stages)
 
     def _sizes(self, world: int) -> tuple[int, int]:
+        """Return the numbers of stages and of replicas. Their product may differ from ``world``."""
         replicas = 1 if self._replicas == "auto" else int(self._replicas)
         stages = self._stages or world // replicas
         return stages, max(world // max(stages, 1), 1) if self._replicas == "auto" else replicas
@@ -332,9 +340,9 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
         Raises:
             PlanError: ``pipeline_batch`` or ``pipeline_loss`` returns something else than the
-                schedule needs, a batch has another shape than the first one, or a stage computes
-                with a weight of another stage. With replicas that are not sharded, also if a
-                trained parameter has no gradient.
+                schedule needs, or a batch has another shape than the first one. Also raised if a
+                stage computes with a weight of another stage. With replicas that are not sharded,
+                also if a trained parameter has no gradient.
         """
         trainer = self._user_module.trainer
         inputs, target = self._batch(args[0], training=True)
@@ -377,8 +385,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         In an epoch's first batch, all stages compare their batches. This is a collective.
 
         Raises:
-            PlanError: ``pipeline_batch`` returned no pair of tensors with the same number of rows,
-                a training batch does not fit the micro-batches or the first batch's shape, or
+            PlanError: ``pipeline_batch`` returned no pair of tensors with the same number of rows.
+                Or a training batch does not fit the micro-batches or the first batch's shape. Or
                 stages have different batches.
         """
         module: Any = self._user_module
@@ -413,6 +421,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return inputs, target
 
     def _check_shapes(self, rows: int, shapes: list[torch.Size]) -> None:
+        """Raise PlanError if a batch cannot be split evenly, or differs from the first in shape."""
         if rows % self._pieces:
             raise refused(
                 f"a batch of {rows} rows with microbatches={self._pieces}",
@@ -460,6 +469,17 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         return schedule(stages if several else stages[0], number, loss_fn=loss_of, scale_grads=False)
 
     def _loss_of(self, stage: WatchedStage, training: bool, output: Any, place: Tensor) -> Tensor:
+        """Return the loss of a micro-batch.
+
+        In training it is divided by the micro-batches of a step, and times the loss scale.
+
+        ``place`` is the index of the micro-batch. While torch infers shapes, any loss is returned.
+        Otherwise the plain loss is kept for the mean.
+
+        Raises:
+            PlanError: ``pipeline_loss`` returned no scalar tensor, or one without a graph in
+                training.
+        """
         if stage.shapes_only:  # any loss of all outputs will do
             return torch.stack([one.float().square().sum() for one in floating_in(output)]).sum()
         module: Any = self._user_module
@@ -545,6 +565,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
 
 def _never(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a step that the module does not define, and that is never called."""
     raise RuntimeError("the schedule runs instead of this step")
 
 
