@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from lightning_mp.errors import is_whole, number
-from lightning_mp.record.file_format import is_step
+from lightning_mp.record.file_format import KEY, VERSION, is_step
 
 Kind = Literal[
     "nonfinite_loss",
@@ -47,6 +47,8 @@ class Event:
     cause: str = ""
     advice: str = ""
     action: str = "log"
+    #: of the line in ``events.jsonl``
+    format_version: int = VERSION
 
     @property
     def is_alert(self) -> bool:
@@ -60,6 +62,7 @@ class Event:
         Keys that are no field of an event are left out: a newer package may write more.
         """
         known = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        known.pop(KEY, None)
         texts = [known.get(name) for name in ("kind", "cause", "advice", "action") if name in known]
         names = [known.get("module"), known.get("parameter")]
         rank, value, evidence = known.get("rank"), known.get("value"), known.get("evidence", {})

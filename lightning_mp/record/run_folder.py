@@ -136,7 +136,7 @@ class RunFolder:
 
     def event(self, event: Event) -> None:
         """Append an event to ``events.jsonl``."""
-        self._append(EVENTS, stamped(event.to_dict()))
+        self._append(EVENTS, event.to_dict())
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
         """Write the file ``name`` as JSON, whole or not at all. Log a warning if it cannot be written."""
