@@ -53,7 +53,7 @@ def recover(target: str) -> None:
 def finish(target: str) -> None:
     """Move the complete folder from ``unfinished(target)`` to ``target``, and delete the older one.
 
-    Call it on one rank of each node, because each node may have its own disk. In a bucket nothing
+    One rank of each node must call it, because each node may have its own disk. In a bucket nothing
     happens.
 
     The two folders swap names in one call if the file system can. A killed process then always

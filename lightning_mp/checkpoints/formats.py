@@ -100,6 +100,9 @@ def local(path: str | os.PathLike[str], *, writes: bool = False) -> Generator[Pa
     folder, and that folder is deleted at the end. Without ``writes``, the remote contents are
     copied there first. With ``writes``, the file there is uploaded at the end, unless the block
     raises.
+
+    Raises:
+        FileNotFoundError: nothing is at a remote path that is to be read.
     """
     if not is_remote_path(path):
         yield Path(without_file_protocol(path))

@@ -73,6 +73,7 @@ def consolidate(
     Raises:
         CheckpointFormatError: the checkpoint cannot be read, or no tensor is below ``prefix``. Or
             the output has an unknown ending, or is a folder or the checkpoint itself.
+        FileNotFoundError: nothing is at a remote address.
         PlanError: ``dtype`` is no storage format.
         MissingExtraError: safetensors or DeepSpeed is needed and not installed.
     """
@@ -216,6 +217,7 @@ def read_full(path: str | PathLike[str], *, weights_only: bool | None = None) ->
     Raises:
         CheckpointFormatError: ``path`` has no checkpoint, or an incomplete one. ``weights_only``
             forbids its objects, or a newer release of this package wrote it.
+        FileNotFoundError: nothing is at a remote address.
         MissingExtraError: the checkpoint is DeepSpeed's, and DeepSpeed is not installed.
     """
     with formats.local(path) as place:
@@ -251,6 +253,7 @@ def read_weights(path: str | PathLike[str]) -> dict[str, Any]:
 
     Raises:
         CheckpointFormatError: the checkpoint cannot be read.
+        FileNotFoundError: nothing is at a remote address.
         MissingExtraError: the checkpoint is DeepSpeed's, and DeepSpeed is not installed.
     """
     with formats.local(path) as place:
@@ -261,7 +264,8 @@ def read_optimizer_states(path: str | PathLike[str]) -> list[dict[str, Any]]:
     """Return the optimizer states of a folder of shards as :func:`read_full` returns them.
 
     Raises:
-        CheckpointFormatError: the index cannot be read, or a file of shards is missing.
+        CheckpointFormatError: the index is damaged, or a file of shards is missing.
+        FileNotFoundError: there is no index.
     """
     with formats.local(path) as place:
         return _sharded_states(_read_shards(place, set(_optimizer_keys(_roots(_metadata(place))))))
@@ -291,6 +295,7 @@ def index_of(path: str) -> ShardIndex:
     Raises:
         CheckpointFormatError: the index of a folder on this machine is damaged, or a file is
             missing.
+        FileNotFoundError: there is no index.
     """
     index = shard_storage(path).read_metadata() if formats.is_remote_path(path) else _metadata(Path(path))
     planned: Mapping[str, Any] = index.planner_data or {}
@@ -346,7 +351,8 @@ def _metadata(path: Path) -> Any:
     """Return the index of a folder of shards.
 
     Raises:
-        CheckpointFormatError: the index cannot be read, or a file that it names is missing.
+        CheckpointFormatError: the index is damaged, or a file that it names is missing.
+        FileNotFoundError: there is no index.
     """
     try:
         metadata = FileSystemReader(path).read_metadata()

@@ -72,7 +72,7 @@ class StashedGradients:
 
         ``afresh`` begins an accumulation window, and drops earlier gradients. They would take
         memory until Lightning zeroes them. Otherwise earlier gradients of the window are added to
-        them.
+        them. On exit the parameters have no gradient, or under FSDP2 the earlier one.
         """
         before = [None if afresh else parameter.grad for parameter in self.parameters]
         if afresh or self.sharded:

@@ -340,9 +340,10 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
         Raises:
             PlanError: ``pipeline_batch`` or ``pipeline_loss`` returns something else than the
-                schedule needs, or a batch has another shape than the first one. Also raised if a
-                stage computes with a weight of another stage. With replicas that are not sharded,
-                also if a trained parameter has no gradient.
+                schedule needs. Also raised if a batch has another shape than the first one, if
+                stages have different batches, or if a stage computes with a weight of another
+                stage. With replicas that are not sharded, also if a trained parameter has no
+                gradient.
         """
         trainer = self._user_module.trainer
         inputs, target = self._batch(args[0], training=True)
@@ -368,7 +369,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
 
         Raises:
             PlanError: ``pipeline_batch`` or ``pipeline_loss`` returns something else than the
-                schedule needs.
+                schedule needs, or stages have different batches.
         """
         inputs, target = self._batch(batch, training=False)
         with self._gradients.untouched():
@@ -524,7 +525,8 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights of all stages on rank 0, and this rank's weights on others.
 
-        Tensors are on the CPU. Every rank must call it.
+        Tensors are on the CPU. Buffers of the first replica are broadcast to the others before.
+        Every rank must call it.
         """
         self.share_buffers()
         assert self._cut is not None
