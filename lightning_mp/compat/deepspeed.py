@@ -403,6 +403,9 @@ def local_gradient(parameter: Any) -> Tensor | None:
 
     It is empty if the whole parameter belongs to other ranks. ``None`` if there is no gradient
     under ZeRO-3, or ZeRO does not have the parameter.
+
+    Raises:
+        ValueError: ZeRO-1 or 2 holds no gradients, because no backward pass came after its step.
     """
     if is_partitioned(parameter):
         gradient = parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter)

@@ -1,7 +1,9 @@
-"""The step under DeepSpeed's ZeRO: its optimizer shards, reduces and updates; scale, skips and counts are the plan's.
+"""``ZeroEngine``: the optimizer step under DeepSpeed's ZeRO, and checks of it.
 
-DeepSpeed's fp16 and bf16 engines, which cast every parameter and adjust the scale before they divide by it, are off.
-Parameters are stored as the policy says, autocast and pins compute, and the ZeRO optimizer asks the plan for the scale.
+The ZeRO optimizer partitions, reduces and updates. The plan has the loss scale, skips steps and
+counts them. DeepSpeed's fp16 and bf16 engines are off, because they cast every parameter and adjust
+the scale before they unscale. Parameters are stored in the policy's dtypes, and autocast and pins
+choose the dtypes of computations.
 """
 
 from __future__ import annotations
@@ -30,45 +32,51 @@ from lightning_mp.plan.alike import apart
 from lightning_mp.plan.engine import StepEngine
 
 _GRAD: Any = cast("Any", Tensor.grad)
-#: packages that may read parameter.grad: they know where ZeRO keeps gradients
+#: packages that may read ``parameter.grad``: they read gradients from ZeRO's partitions
 _KNOW = ("deepspeed.", "lightning_mp.")
 #: clip_grad_norm_ and clip_grad_value_, which do nothing where gradients are None
 _CLIPS = "torch.nn.utils.clip_grad"
 
 
 class ZeroEngine(StepEngine):
-    """Carries a policy out through a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
+    """The step engine of a policy on a ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3."""
 
     runs_backward = True
     evaluates_once = "with ZeRO"
     reduces = "ZeRO"
     steps = (("flat pieces", "ZeRO's pieces of flat tensors"),)
-    #: both there while it trains
+    #: the ZeRO optimizer and the trained weights, both ``None`` outside of training
     _zero: Any = None
     _weights: Any = None
-    #: under ZeRO-3, watches what hooks do with weights
+    #: under ZeRO-3, checks reads and writes of weights in hooks
     _partitioned: PartitionedWeights | None = None
     #: under offload, the bits of the weights after the last step
     _bits: Tensor | None = None
-    #: the norm to clip by where the Trainer says nothing
+    #: the norm to clip by if the Trainer has none
     _default_clip = 0.0
-    #: by param group, the index of the user's that it came from
+    #: for each param group, the index of the user's group that it was split off
     source_group: Sequence[int] = ()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.hook_watch = self._reads = GradientsElsewhere()
-        #: from a manual backward pass to the step, reads of gradients are watched
+        #: holds ``_reads`` entered, from a manual backward pass to the step
         self._until_step = ExitStack()
 
     def check(self, module: nn.Module, faults: Faults) -> None:
-        """Match patterns, and refuse what a ZeRO optimizer cannot be made to do."""
+        """Resolve the policy's patterns, and add a fault for ``nonfinite='ignore'``.
+
+        ``module`` is not changed.
+        """
         super().check(module, faults)
         if self.policy.nonfinite.action == "ignore":
             faults.add("nonfinite='ignore' with ZeRO", fix="use nonfinite='skip', or strategy='mp_fsdp2'")
 
     def check_optimizers(self, optimizers: Iterable[Optimizer], faults: Faults) -> None:
-        """Refuse what does not step pieces of flat tensors; asked before a ZeRO optimizer takes its place."""
+        """Add a fault for each optimizer that cannot step pieces of flat tensors.
+
+        They are the user's optimizers, before ZeRO's takes their place.
+        """
         for optimizer in optimizers:
             if len(optimizer_facts.parts(optimizer)) > 1:
                 given = f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another"
@@ -77,13 +85,18 @@ class ZeroEngine(StepEngine):
                 super().check_optimizers([optimizer], faults)
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Take the DeepSpeedEngine and its optimizer, and put the plan's scale in place of DeepSpeed's."""
+        """Take the DeepSpeedEngine ``model`` and its optimizer.
+
+        DeepSpeed's loss scale is replaced by the plan's. ``optimizers`` is empty outside of a fit.
+        On GPUs it is a collective, because it makes a process group.
+        """
         super().connect(model, [])
         self.optimizers = list(optimizers)
         module = nn.Module() if self._module is None else self._module
         named = module.named_modules()
         parted = {name: part for name, part in named if any(map(is_partitioned, part.parameters(recurse=False)))}
-        # Every pass is compared, on the host: an answer read from a GPU would stop it before each sum.
+        # Ranks compare every pass, on the host: to read the result from a GPU would be a sync for
+        # each bucket.
         own = self.distributed and self.device.type != "cpu"
         group: Any = dist.new_group(backend="gloo") if own else None
         if own:
@@ -108,7 +121,10 @@ class ZeroEngine(StepEngine):
         self.override_zero_settings()
 
     def override_zero_settings(self) -> None:
-        """Put the plan's scale in place of DeepSpeed's, again after it loaded a checkpoint with its own."""
+        """Replace DeepSpeed's loss scale by the plan's, also after DeepSpeed loaded a checkpoint.
+
+        The present weights count as equal to the masters. Outside of training nothing happens.
+        """
         if self._zero is not None:
             self._accept_writes()
             self._zero.install_scale(self.scaler if self.scaler.enabled else None, self._default_clip)
@@ -116,14 +132,20 @@ class ZeroEngine(StepEngine):
     # ------------------------------------------------------------------ the step
 
     def follow_optimizers(self) -> None:
-        """Raise a RuntimeError if the ZeRO optimizer was replaced or wrapped: only DeepSpeed's engine steps it."""
+        """Raise RuntimeError if the ZeRO optimizer was replaced or wrapped.
+
+        DeepSpeed's engine steps only the optimizer of the start.
+        """
         trainer = trainer_of(self._module)
         now = [] if trainer is None else [*map(unwrapped, trainer.optimizers)]
         if [*map(id, now)] != [*map(id, self.optimizers)]:
             self.refuse_new_optimizers()
 
     def refuse_new_optimizers(self) -> None:
-        """Raise a RuntimeError if training has begun: DeepSpeed's engine goes on with the optimizer of the start."""
+        """Raise RuntimeError if training has begun.
+
+        DeepSpeed's engine steps only the optimizer of the start.
+        """
         if self._zero is not None:
             refuse(
                 "trainer.optimizers replaced or wrapped, or strategy.setup_optimizers() called, in a run with ZeRO, "
@@ -132,7 +154,7 @@ class ZeroEngine(StepEngine):
             )
 
     def has_updated_parameters(self) -> bool:
-        """True if it trains; ZeRO-3's groups are empty between steps."""
+        """True in training. ZeRO-3's param groups are empty between steps, so they are not read."""
         return bool(self.optimizers)
 
     def before_backward(self, loss: Tensor) -> Tensor:
@@ -141,13 +163,19 @@ class ZeroEngine(StepEngine):
         return super().before_backward(loss)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's backward, which reduces; Lightning has divided by the accumulation already."""
+        """Run DeepSpeed's backward, which reduces.
+
+        Lightning has divided ``loss`` by the window already. A collective.
+
+        Raises:
+            RuntimeError: ranks reached different parameters, or a parameter has no gradient.
+        """
         with torch.autocast(self.device.type, enabled=False):  # manual optimization calls it within training_step
             self._zero.engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
         self._weights.finish_pass(ends_window=self._zero.engine.is_gradient_accumulation_boundary())
 
     def begin_window(self) -> None:
-        """Forget a window that an epoch left in its midst."""
+        """Drop the gradients of an accumulation window that the epoch before did not finish."""
         self._zero.forget_gradients()
         self._weights.begin_window()
 
@@ -156,14 +184,23 @@ class ZeroEngine(StepEngine):
             self._weights.refuse_changed(self._module)
 
     def after_backward(self) -> None:
-        """Under manual optimization, watch reads of ``parameter.grad`` until the step: ZeRO holds the gradients."""
+        """Under manual optimization, check reads of ``parameter.grad`` until the step.
+
+        ZeRO holds the gradients.
+        """
         if self.manual:
             self._until_step.close()
             self._until_step.enter_context(self._reads)
 
     @contextmanager
     def training_step(self) -> Generator[None, None, None]:
-        """Check first whether hooks changed weights; reads of gradients are watched no longer than the step."""
+        """Check whether hooks changed weights, then return the base class's context.
+
+        At its end reads of gradients are no longer checked.
+
+        Raises:
+            RuntimeError: see :meth:`check_weights`, and :meth:`on_trained_changed`.
+        """
         self.check_weights()
         try:
             with super().training_step():
@@ -180,27 +217,40 @@ class ZeroEngine(StepEngine):
             yield
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """The step divides by the plan's scale and asks every rank."""
+        """Begin a manual step.
+
+        Gradients are not unscaled here: ``step`` unscales and checks them on all ranks.
+
+        Raises:
+            PlanError: a manual step without ``self.manual_backward(loss)``.
+        """
         self._until_step.close()
         if self.manual:
             self.begin_manual_step(optimizer)
 
     def check_finite_again(self, optimizer: Optimizer) -> None:
-        """Nothing: DeepSpeed looks in its step, and what an offloaded partition holds by now is not to be divided."""
+        """Do nothing: DeepSpeed checks in its step.
+
+        An offloaded partition must not be unscaled before it.
+        """
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Have the step clip by the norm over all partitions."""
+        """Make the next step clip by the norm over all partitions."""
         self._zero.optimizer.clip_grad = max_norm
 
     def clip_value(self, optimizer: Optimizer, value: float) -> None:
-        """Raise a RuntimeError: ZeRO has no clipping by value."""
+        """Raise RuntimeError: ZeRO has no clipping by value."""
         refuse("clip_gradients(gradient_clip_algorithm='value') with ZeRO", "clip by norm")
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Let DeepSpeed step or skip, and count what it did.
+        """Let DeepSpeed step or skip the step, and count it. Return ``None``. A collective.
+
+        The clip norm is the default again afterwards, and ``last_norm`` the norm of this step.
 
         Raises:
-            RuntimeError: ``training_step`` returned None where a window of accumulation ends: no gradient was reduced.
+            RuntimeError: ``training_step`` returned None at the end of an accumulation window, so
+                that no gradient was reduced; or a weight was written to as in
+                :meth:`check_weights`.
         """
         zero, weights = self._zero, self._weights
         if not zero.engine.is_gradient_accumulation_boundary():
@@ -212,7 +262,7 @@ class ZeroEngine(StepEngine):
         weights.refuse_lost_writes()
         self.take_writes()
         groups = zero.optimizer.param_groups
-        for place, origin in enumerate(self.source_group):  # a group split off steps with what the first piece has
+        for place, origin in enumerate(self.source_group):  # pieces have the first one's options
             groups[place].update(groups[self.source_group.index(origin)] | {"params": groups[place]["params"]})
         self.pending, self.scaler.stepping = False, True
         try:
@@ -226,20 +276,28 @@ class ZeroEngine(StepEngine):
         self.last_norm = None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def check_weights(self) -> None:
-        """Put weights that a user assigned back into ZeRO's buffers.
+        """Copy values that a user assigned as ``weight.data`` into ZeRO's buffers.
+
+        Outside of training do nothing.
 
         Raises:
-            RuntimeError: a user changed weights that ZeRO-3 has split, or assigned another dtype or shape.
+            RuntimeError: a user wrote to a weight that ZeRO-3 has partitioned, or assigned another
+                dtype, shape or device.
         """
         if self._zero is not None:
             self._weights.refuse_lost_writes()
             self._take_assigned()
 
     def take_writes(self) -> None:
-        """Give the masters what users wrote to weights since the last step.
+        """Copy values that users wrote to weights into the master weights.
 
-        The copy is made before every step, as a write through ``weight.data`` leaves no trace. Under offload it would
-        cross the bus: there the bits of the weights are compared with those after the step before.
+        Under ZeRO-1 and 2 all weights are copied at each call, because a write through
+        ``weight.data`` leaves no trace. Under offload the copy would cross the bus, so it is made
+        only if the weights' bits changed since the last step. Under ZeRO-3 it is made only after a
+        write in ``GatheredParameters``.
+
+        Raises:
+            RuntimeError: a user assigned another dtype, shape or device.
         """
         if self._zero is None:
             return
@@ -252,7 +310,7 @@ class ZeroEngine(StepEngine):
             zero.optimizer.refresh_fp32_params()
 
     def _accept_writes(self) -> None:
-        """Take the weights as they are for what the masters hold."""
+        """Note that the present weights are equal to the masters."""
         self._weights.accept_writes()
         watched = self._zero.offloads and not self._weights.partitioned
         self._bits = self._zero.bits() if watched else None
@@ -272,7 +330,11 @@ class ZeroEngine(StepEngine):
             self._weights.note_write()
 
     def _raw_step(self, own: Any, closure: Any = None) -> None:
-        """Refuse a step of the ZeRO optimizer that is called past DeepSpeed's engine, which reduces and counts."""
+        """Step the ZeRO optimizer by its ``own`` step, called by DeepSpeed's engine.
+
+        Raises:
+            PlanError: the step is called outside of the plan's own step.
+        """
         self._refuse_untracked(self._zero.optimizer, (), {})
         own(closure)
 
@@ -281,13 +343,18 @@ class ZeroEngine(StepEngine):
         self._zero = self._weights = self._bits = self._partitioned = None
 
 
-# ------------------------------------------------------------------ what a ZeRO optimizer does not see
+# ------------------------------------------------------------------ checks in the step
 
 
 class GradientsElsewhere(TorchFunctionMode):
-    """Within it, ``parameter.grad`` of a trained parameter is None, since ZeRO has moved it into its partitions.
+    """A torch function mode in which user code that reads ``parameter.grad`` is warned.
 
-    Reading it warns once. Setting it, or clipping by it, would change nothing and raises.
+    ZeRO has moved gradients into its partitions, so ``parameter.grad`` of a trained parameter is
+    ``None``. The warning is given once.
+
+    Raises:
+        RuntimeError: user code sets a trained parameter's ``grad``, or clips by torch's functions.
+            Neither would change a gradient.
     """
 
     _warned = False
@@ -320,7 +387,7 @@ class GradientsElsewhere(TorchFunctionMode):
 
 
 def refuse(given: str, fix: str) -> NoReturn:
-    """Raise a RuntimeError within a run, in the words of a fault."""
+    """Raise RuntimeError with the text of a fault: ``given`` is the problem, ``fix`` the remedy."""
     raise RuntimeError(str(Fault(given, fix=fix)))
 
 
@@ -330,11 +397,17 @@ def _refuse(names: Sequence[str], given: str, fix: str) -> None:
 
 
 class Trained:
-    """The trained parameters: which of them a backward pass reached, and whether users wrote to them between steps.
+    """The trained parameters that backward passes reached, and writes to them between steps.
 
-    ZeRO sums gradients over ranks by place, not by name: ranks have to reach the same parameters in one order. They
-    compare on the host, over ``group`` (``None``: all), where ``compares``. ``by_window``: ZeRO may leave a parameter
-    out of a pass, if another one of the window reaches it.
+    ZeRO reduces gradients by position, not by name. Ranks have to reach the same parameters in the
+    same order.
+
+    Args:
+        module: the module, whose parameters get hooks until ``hooks`` is closed.
+        compares: True if ranks compare the parameters that they reached. It is done on the host.
+        by_window: True if a parameter needs a gradient in one pass of the window only, instead of
+            in each pass.
+        group: the process group that compares, ``None`` for all ranks.
     """
 
     def __init__(self, module: nn.Module, *, compares: bool, by_window: bool, group: Any = None) -> None:
@@ -343,18 +416,18 @@ class Trained:
         self._in_pass: dict[int, None] = {}
         self._in_window: set[int] = set()
         self._places = {id(parameter): place for place, parameter in enumerate(self._named.values())}
-        #: the weights that ZeRO-3 has split, frozen ones too, and the trained ones that it has not
+        #: weights that ZeRO-3 has partitioned, frozen weights too, and all trained weights
         self._watched = {
             name: parameter
             for name, parameter in module.named_parameters()
             if name in self._named or is_partitioned(parameter)
         }
         split = [parameter for parameter in self._watched.values() if is_partitioned(parameter)]
-        #: whether ZeRO-3 has split the weights themselves
+        #: True if ZeRO-3 has partitioned weights
         self.partitioned = bool(split)
         self._write_noted = False
         self.accept_writes()
-        #: what the parameters have of this; to be closed
+        #: the hooks on parameters; ``connect`` has it closed
         self.hooks = ExitStack()
         for parameter in self._named.values():
             self.hooks.callback(parameter.register_post_accumulate_grad_hook(self._note).remove)
@@ -362,7 +435,10 @@ class Trained:
             self.hooks.enter_context(gathered_changes_told(parameter, self._note_gathered_write))
 
     def refuse_changed(self, module: nn.Module) -> None:
-        """Raise a RuntimeError where parameters were frozen or unfrozen: ZeRO partitioned what was trained."""
+        """Raise RuntimeError if parameters were frozen or unfrozen.
+
+        ZeRO partitions the parameters that are trained at the start.
+        """
         _refuse(
             [name for name, parameter in module.named_parameters() if parameter.requires_grad != (name in self._named)],
             "frozen or unfrozen in a run with ZeRO, which partitions what is trained when the run starts",
@@ -375,7 +451,11 @@ class Trained:
         self._in_pass[self._places[id(parameter)]] = None
 
     def compare(self) -> None:
-        """Before each sum, and at the end of each pass: raise on every rank where ranks reached other parameters."""
+        """Raise RuntimeError on all ranks if they reached different parameters, or in another order.
+
+        A collective if ``compares``. It is called before each reduction and at the end of each
+        pass.
+        """
         ranks = apart(self._in_pass, torch.device("cpu"), self._group) if self._compares else []
         if not ranks:
             return
@@ -388,7 +468,14 @@ class Trained:
         )
 
     def finish_pass(self, *, ends_window: bool) -> None:
-        """Raise on every rank where ranks differ, or where a step would not be that of one device."""
+        """Check the parameters that the pass reached, and begin the next pass.
+
+        A collective if ``compares``.
+
+        Raises:
+            RuntimeError: ranks reached different parameters. Or a parameter has no gradient in the
+                pass, or with ``by_window`` in the window at its end.
+        """
         self.compare()
         self._in_window |= self._in_pass.keys()
         reached = self._in_window if self._by_window else self._in_pass
@@ -402,17 +489,17 @@ class Trained:
         self._in_pass.clear()
 
     def begin_window(self) -> None:
-        """A step was made, or a window was left in its midst."""
+        """Forget the parameters that passes of the last window reached."""
         self._in_window.clear()
 
     # ------------------------------------------------------------------ values
 
     def name_of(self, weight: Tensor) -> str:
-        """The weight's name in the module."""
+        """Return the name of a trained weight in the module."""
         return next(name for name, parameter in self._named.items() if parameter is weight)
 
     def note_write(self) -> None:
-        """Have the next :meth:`take_writes` answer True."""
+        """Make the next :meth:`take_writes` return True."""
         self._write_noted = True
 
     def _note_gathered_write(self) -> None:
@@ -420,20 +507,24 @@ class Trained:
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """Take the present versions as the baseline: a step was made, or a checkpoint was loaded."""
-        #: how often users wrote to each in place; to a partition it changes nothing, except where it was gathered
+        """Count later writes from now on, after a step or after a checkpoint was loaded."""
+        #: torch's counts of in-place writes. A write to a partitioned weight is lost, unless it is
+        #: gathered.
         self._versions = {name: version(parameter) for name, parameter in self._watched.items()}
 
     def _written(self) -> list[str]:
         return [name for name, before in self._versions.items() if version(self._watched[name]) != before]
 
     def take_writes(self) -> bool:
-        """Whether users wrote to weights since the last call, or the last step."""
+        """True if users wrote to weights since the last step.
+
+        A noted write counts once. An in-place write counts until :meth:`accept_writes`.
+        """
         written, self._write_noted = self._write_noted or bool(self._written()), False
         return written
 
     def refuse_lost_writes(self) -> None:
-        """Raise a RuntimeError where a weight was written to while it was partitioned, which changes nothing."""
+        """Raise RuntimeError if a user wrote to a partitioned weight, because the write is lost."""
         _refuse(
             self._written() if self.partitioned else (),
             "written to between steps with ZeRO-3, which holds them in partitions: nothing was changed",

@@ -1,4 +1,7 @@
-"""DeepSpeed's ZeRO stages under a plan: DeepSpeed shards and updates, the plan says what runs in its engine."""
+"""The strategy of DeepSpeed's ZeRO stages under a plan.
+
+DeepSpeed partitions and updates, the plan sets precision.
+"""
 
 import os
 import warnings
@@ -55,15 +58,21 @@ _LOCAL = "give ModelCheckpoint(dirpath=...) a local folder, or use strategy='mp_
 
 
 class InsideEngine(ForwardRedirection):
-    """Runs a step in the plan's context *inside* DeepSpeed's forward, which turns autocast off around its module."""
+    """Lightning's forward redirection, with the plan's context *inside* DeepSpeed's forward.
+
+    DeepSpeed turns autocast off around its module.
+    """
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
-        #: what looks after forward passes between steps, if anything does
+        #: the hooks around forward passes between steps, ``None`` without half weights
         self.between_steps: OutermostCalls | None = None
 
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method as the forward of ``wrapper_module``; the module's own forward is back before it runs."""
+        """Return the output of the method, run as the forward of ``wrapper_module``.
+
+        The module's own forward is in place again before the method runs.
+        """
         if self.between_steps is not None:
             with self.between_steps.paused():
                 return self._inside(wrapper_module, original_module, method_name, *args, **kwargs)
@@ -83,9 +92,11 @@ class InsideEngine(ForwardRedirection):
 
 
 class HalfWeightsBetweenSteps:
-    """Runs forward passes of hooks and callbacks in the plan's context, as half weights take no fp32 inputs.
+    """Hooks that run forward passes of hooks and callbacks in the plan's context.
 
-    Outputs are fp32, as under DDP, where such a forward is outside of autocast. No rank waits for another one.
+    Half weights could not multiply fp32 inputs. Half outputs are cast to fp32, because under DDP
+    such a forward is outside of autocast. A call that is under autocast already stays as it is.
+    Nothing here is a collective.
     """
 
     def __init__(self, module: nn.Module, plan: Any, device: torch.device) -> None:
@@ -112,33 +123,39 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     """ZeRO stage 1, 2 or 3 under a plan, on CUDA, and on the CPU with gloo.
 
     Args:
-        stage: what is partitioned: 1 optimizer state, 2 and gradients, 3 and parameters.
+        stage: 1 partitions optimizer state, 2 gradients too, 3 parameters too.
         offload_optimizer: keep optimizer state on the CPU.
         offload_parameters: keep parameters on the CPU (stage 3).
-        half_weights: while it trains, hold weights of matrix products in the compute dtype, beside fp32 masters in
-            partitions (stage 1 and 2, mixed modes); who reads a weight between steps gets it rounded.
-        config: a DeepSpeed JSON (a mapping or a path) to merge; what contradicts plan or Trainer is refused.
-        policy: what the JSON is checked against at once; else it is checked when the run starts.
-        host: further keywords of Lightning's ``DeepSpeedStrategy``.
+        half_weights: in training, hold weights of matrix products in the compute dtype, next to
+            partitioned fp32 master weights (stage 1 and 2, mixed modes). Code that reads a weight
+            between steps gets the rounded value.
+        config: a DeepSpeed JSON (a mapping or a path) to merge. The environment variable of
+            Lightning's strategy names one too. A contradiction to plan or Trainer is refused.
+        policy: the policy that the JSON is checked against at once. Without it the check is made
+            when a run starts.
+        host: other keywords of Lightning's ``DeepSpeedStrategy``.
 
     Raises:
-        PlanError: a misspelt key, or a contradiction between JSON, plan and Trainer, with both values.
+        PlanError: a misspelt key, ``half_weights`` with stage 3 or offload, or a contradiction
+            between JSON, plan and Trainer, with both values.
         MissingExtraError: DeepSpeed is not installed.
     """
 
     plan_engine = ZeroEngine
     own_format = "deepspeed"
     saves_folders = True
-    #: Lightning accumulates, as under any strategy; DeepSpeed is told which backward pass is the last
+    #: Lightning accumulates, as under any strategy, and :meth:`backward` marks the last pass of a
+    #: window
     handles_gradient_accumulation: Any = False
     block_backward_sync: Any = nullcontext
-    #: by param group in the engine, the index of the user's that it was split off
+    #: for each param group in the engine, the index of the user's group that it was split off
     _source_group: Sequence[int] = ()
-    #: stands for the optimizer states of a folder that DeepSpeed is to load; ``None`` if it is to load none
+    #: an empty list that stands for the optimizer states of a folder that DeepSpeed loads, else
+    #: ``None``
     _states_of_folder: list[Any] | None = None
     #: the JSON's block ``optimizer``, which DeepSpeed follows only if ``configure_optimizers`` makes none
     _optimizer_of_json: Any = None
-    #: while it trains, the param groups that stage 1 or 2 holds in half precision
+    #: in training, the param groups that stage 1 or 2 holds in half precision
     _half_groups: compat.HalfGroups | None = None
 
     def __init__(
@@ -176,7 +193,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                 self.config = self._composed(policy, faults)
 
     def _composed(self, policy: PrecisionPolicy, faults: Faults) -> dict[str, Any]:
-        """The JSON for ``policy``: the user's merged with the plan's, over Lightning's defaults."""
+        """Return the JSON for ``policy``: the user's and the plan's over Lightning's defaults.
+
+        Contradictions are added to ``faults``.
+        """
         from deepspeed.accelerator import get_accelerator
 
         accelerator: Any = get_accelerator()
@@ -185,10 +205,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return merge.over(self._host_defaults, composed)
 
     def _load_config(self, config: JsonLike | None) -> None:
-        """Nothing: the JSON is merged with the plan's, and Lightning's defaults stand below both."""
+        """Do nothing: ``_composed`` merges the JSON with the plan's and Lightning's."""
 
     def completed(self, policy: PrecisionPolicy) -> PrecisionPolicy:
-        """``policy`` with the loss scale of the JSON, where the plan has the default one."""
+        """Return ``policy``, with the JSON's loss scale if the policy has the default scale."""
         return merge.completed(policy, self._given)
 
     # ------------------------------------------------------------------ processes
@@ -207,7 +227,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     # ------------------------------------------------------------------ the model
 
     def check_plan(self, engine: StepEngine, module: nn.Module, faults: Faults) -> dict[str, Any]:
-        """The JSON for the run at hand; notes what ZeRO cannot do, and changes nothing."""
+        """Return the JSON of this run.
+
+        Add a fault for anything that ZeRO cannot do. Change nothing.
+        """
         lightning_module = cast("LightningModule", module)
         trainer = lightning_module.trainer
         saving: list[Any] = trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else []
@@ -241,13 +264,17 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         )
 
     def setup(self, trainer: Trainer) -> None:
-        """Apply the plan, then hand the module and its optimizer to DeepSpeed."""
+        """Apply the plan to the module in place, then give it and its optimizer to DeepSpeed.
+
+        A collective: every rank calls it.
+        """
         assert self.accelerator is not None
         plan, module = plan_of(self), self._user_module
         self._forward_redirection = InsideEngine(plan)
         self.accelerator.setup(trainer)
         config: dict[str, Any] = plan.apply(module)
-        # Lightning makes the optimizer of a config that has the block, and never asks configure_optimizers.
+        # With the block in the config, Lightning makes its optimizer and does not call
+        # configure_optimizers.
         self._optimizer_of_json = config.pop("optimizer", None)
         self.config, self._config_initialized = config, True
         self._make_whole(module)
@@ -263,11 +290,13 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def _init_optimizers(self) -> tuple[Any, Any]:
         """Return the optimizer and the schedule that ``configure_optimizers`` makes, as Lightning keeps them.
 
-        If it makes none, put the JSON's ``optimizer`` back into the config, from which DeepSpeed makes it, and return
-        ``(None, None)``. Say in a line which one of two is not used, and that a schedule of the JSON runs.
+        If it makes none, put the JSON's ``optimizer`` back into the config and return ``(None,
+        None)``. DeepSpeed then makes the optimizer. A line is logged if the JSON's optimizer is not
+        used, or if its schedule is.
 
         Raises:
-            PlanError: neither makes an optimizer, or DeepSpeed cannot make what the JSON says.
+            PlanError: there is no optimizer at all, or DeepSpeed cannot make the JSON's optimizer
+                or schedule.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`LightningModule.configure_optimizers` returned `None`")
@@ -299,7 +328,12 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return optimizer, schedule
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Leave optimizers to DeepSpeed, as Lightning does; a RuntimeError in a run, which goes on with its own."""
+        """Do as Lightning: DeepSpeed makes the optimizers later.
+
+        Raises:
+            RuntimeError: training has begun, and DeepSpeed's engine would step the optimizer of the
+                start.
+        """
         self._engine.refuse_new_optimizers()
         super().setup_optimizers(trainer)
 
@@ -316,7 +350,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
                     faults.add(both, fix="remove one")
             self._source_group = self._engine.source_group = split_by_dtype(optimizer, lr_scheduler, names)
         for parameter in model.parameters():
-            compat.cast_partition(parameter)  # a pin has cast the empty shell of what a user's zero.Init() split
+            compat.cast_partition(parameter)  # a pin casts the empty tensor that zero.Init() leaves
         trained = by_dtype((parameter for parameter in model.parameters() if parameter.requires_grad), names)
         groups = [{"params": members} for members in trained]
         engine, zero = self._engine_of(model, self.config, groups, optimizer, lr_scheduler)
@@ -324,7 +358,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             with Faults("strategy") as faults:
                 self._engine.check_optimizers([zero.optimizer], faults)
         if self._stage < 3:
-            compat.halve_masters(zero, HALF)  # the policy's optimizer state is half precision too
+            compat.halve_masters(zero, HALF)  # optimizer state of half weights is half too
         if names:
             self._half_groups = compat.HalfGroups(zero, names, self._compute_dtype)
             calls = HalfWeightsBetweenSteps(model, plan_of(self), self.root_device).calls
@@ -333,12 +367,15 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return engine, zero
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        """An engine without an optimizer; stage 3 gathers, the others have whole parameters."""
+        """Make an engine without an optimizer.
+
+        Stage 3 gathers, the other stages have whole parameters.
+        """
         assert isinstance(self.config, dict)
         config = {"train_micro_batch_size_per_gpu": 1, **{key: self.config[key] for key in ("fp16", "bf16")}}
         if self._stage == 3:
             config |= {key: self.config[key] for key in ("zero_allow_untested_optimizer", "zero_optimization")}
-            remove_module_hooks(model)  # those of a training engine, which would gather a second time
+            remove_module_hooks(model)  # hooks of a training engine would gather a second time
         self.model, _ = self._engine_of(model, config, [], None, None)
 
     def _engine_of(self, model: nn.Module, config: Any, groups: Any, optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
@@ -351,7 +388,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             lr_scheduler=scheduler,
         )
         if self._stage == 3:
-            # Gather in the compute dtype what autocast alone computes with; partitions stay as stored.
+            # Weights that only autocast computes with are gathered in the compute dtype. Partitions
+            # stay as stored.
             names = self._half_names(model)
             dtypes = dict.fromkeys(names, self._compute_dtype)
             gathered = {id(one) for one in model.parameters() if compat.gather_as(one, dtypes.get(id(one)))}
@@ -365,25 +403,37 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return to_torch(plan_of(self).policy.compute_dtype)
 
     def _half_names(self, model: nn.Module) -> dict[int, str]:
-        """By ``id``, the names of fp32 weights that autocast alone computes with; of whole ones no vectors."""
+        """Return the names of fp32 weights that only autocast computes with, by ``id``.
+
+        Vectors count in stage 3 only.
+        """
         weights = half_weights.survey(model, self._engine.pin_map, plan_of(self).policy)
         fp32 = (weight for weight in weights if weight.tensor.dtype == torch.float32)
         return {id(weight.tensor): weight.name for weight in fp32 if self._stage == 3 or weight.tensor.dim() > 1}
 
-    #: ``configure_model`` makes a whole model, which DeepSpeed splits when the run starts. What initialises or loads
-    #: weights after their module was made (transformers, ``from_pretrained``, torch's attention) would write to the
-    #: empty tensors that ``deepspeed.zero.Init`` leaves.
+    #: ``configure_model`` makes a whole model, which DeepSpeed partitions when the run starts.
+    #: Under ``deepspeed.zero.Init``, code that initialises or loads weights after their module was
+    #: made would write to empty tensors: transformers, ``from_pretrained``, torch's attention.
     model_sharded_context: Any = nullcontext
 
     def _make_whole(self, module: nn.Module) -> None:
-        """Make and initialise what is on the meta device; under stage 3 on the CPU, from where it is split."""
+        """Allocate and initialise tensors of the meta device, under stage 3 on the CPU.
+
+        A collective if there are any.
+
+        Raises:
+            PlanError: a module's initialisation left a tensor untouched.
+        """
         place = torch.device("cpu") if self._stage == 3 else self.root_device
         materialize(module, module, place, self.root_device)
 
     def teardown(self) -> None:
-        """Put back what DeepSpeed changed in the process; Lightning calls it after success and after failure."""
+        """Undo DeepSpeed's changes of the process.
+
+        Lightning calls it after success and after failure.
+        """
         compat.restore_linear()
-        self._release(gather=self.world_size == 1)  # after a failure nobody waits for another rank
+        self._release(gather=self.world_size == 1)  # after a failure other ranks may not take part
         super().teardown()
 
     def _release(self, *, gather: bool = True) -> None:
@@ -400,7 +450,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     # ------------------------------------------------------------------ the step
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Backward through DeepSpeed, told whether it is the last one before a step."""
+        """Run backward through DeepSpeed, and mark the last pass of a window for it."""
         module = self._user_module
         automatic = module.automatic_optimization
         if automatic and begins_window(module.trainer, module.trainer.fit_loop.batch_idx):
@@ -409,7 +459,13 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def on_train_end(self) -> None:
-        """The last batch's hooks may have changed weights too."""
+        """Take the last hooks' writes to weights, make half weights fp32, and share buffers.
+
+        A collective.
+
+        Raises:
+            RuntimeError: see :meth:`ZeroEngine.check_weights`.
+        """
         self._engine.check_weights()
         self._release()
         self.share_buffers()
@@ -419,7 +475,16 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save through DeepSpeed; schedulers as if no param group had been split."""
+        """Save a folder through DeepSpeed. A collective.
+
+        The states of schedulers in ``checkpoint`` are changed: they have an entry for each of the
+        user's param groups.
+
+        Raises:
+            CheckpointFormatError: ``filepath`` is not on a local disk.
+            RuntimeError: the engine is one of ZeRO-3 for evaluation, or a weight was written to
+                where it is lost.
+        """
         if is_remote_path(filepath):
             raise CheckpointFormatError(_REMOTE.format(filepath), _LOCAL)
         if self.deepspeed_engine.checkpoint_engine is None:
@@ -431,7 +496,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         first_piece = [self._source_group.index(group) for group in sorted({*self._source_group})]
         for state in checkpoint.get("lr_schedulers", ()):
             regroup(state, len(self._source_group), first_piece)
-        # A checkpoint holds the masters. After the fit there is no engine, and the last look was at its end.
+        # A checkpoint holds the masters. After the fit there is no engine, and on_train_end has
+        # taken writes.
         if self.optimizers and self._engine is not None:
             self._engine.check_weights()
             self._engine.take_writes()
@@ -459,9 +525,14 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return alike and (not groups or loads_alike(Path(path), groups))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights that hooks left in the checkpoint, and DeepSpeed's optimizer state if there is one to load.
+        """Load the checkpoint's weights, and the optimizer state of a folder that fits.
 
-        DeepSpeed loads both at once. What a hook changed is loaded over it.
+        The weights are those that hooks left in the checkpoint.
+        DeepSpeed loads both at once. Weights that a hook changed are loaded afterwards. A
+        collective.
+
+        Raises:
+            RuntimeError: see :meth:`load_whole_weights`.
         """
         weights = checkpoint["state_dict"]
         untouched = isinstance(weights, LazyWeights) and not weights.touched
@@ -483,8 +554,8 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         """Load whole weights into the partitions.
 
         Raises:
-            RuntimeError: a weight is missing or does not fit, as from ``load_state_dict``; or it is an empty tensor
-                that a hook took from the module, whose weights ZeRO-3 holds in partitions.
+            RuntimeError: a shape differs, or ``strict`` and a name is missing or unexpected. Under
+                ZeRO-3 also an empty tensor that a hook took from the module's own state dict.
         """
         module = self._user_module
         if self._stage < 3:
@@ -497,7 +568,11 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             zero.refresh_fp32_params()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the param groups the schedulers' learning rates, unless DeepSpeed has loaded them with its states."""
+        """Set the schedulers' learning rates, unless DeepSpeed has loaded optimizer states.
+
+        The schedulers' states in ``checkpoint`` are changed: they have an entry for each group of
+        the engine. Optimizer states of another strategy are not loaded, and a line says so.
+        """
         for state in checkpoint.get("lr_schedulers", ()):
             regroup(state, len({*self._source_group}), self._source_group)
         if self._states_of_folder is not None:
@@ -508,7 +583,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
 
 
 def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, int], faults: Faults) -> None:
-    """Half-precision weights that are trained: only ZeRO-1/2 can be made to keep no fp32 copy of them."""
+    """Add a fault for half-precision weights that are trained under ZeRO-3 or offload.
+
+    Only ZeRO-1 and 2 without offload can keep no fp32 copy of them.
+    """
     if zero["stage"] < 3 and not zero["offload_optimizer"] and not zero["offload_parameters"]:
         return
     if policy.storage_dtype == "fp32":
@@ -527,7 +605,10 @@ def _check_storage(policy: PrecisionPolicy, pin_map: PinMap, zero: Mapping[str, 
 
 
 def _check_optimizer_type(block: Any, faults: Faults) -> None:
-    """Note an optimizer of the JSON that cannot step pieces of flat tensors, before DeepSpeed compiles its kernel."""
+    """Add a fault if the JSON's optimizer needs whole parameters.
+
+    The check comes before DeepSpeed compiles the optimizer's kernel.
+    """
     kind = block.get("type") if isinstance(block, Mapping) else None
     if isinstance(kind, str) and optimizer_facts.needs_whole_parameters(kind):
         given = f"optimizer.type={kind!r} in the JSON, which needs whole parameters"
@@ -535,7 +616,7 @@ def _check_optimizer_type(block: Any, faults: Faults) -> None:
 
 
 def refuse_partitioned(module: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raise a RuntimeError if one of ``weights`` is the empty tensor in place of a parameter that ZeRO-3 split."""
+    """Raise RuntimeError if one of ``weights`` is the empty tensor of a partitioned parameter."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = weights.get(plain_name(name))
         if isinstance(value, Tensor) and not value.numel() and compat.numbers_of_split(parameter):
@@ -547,7 +628,10 @@ def refuse_partitioned(module: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def whole_values(module: nn.Module, *, without: Collection[str]) -> dict[str, Tensor]:
-    """Return copies of the whole tensors of the state dict that have no name in ``without``. Every rank calls it."""
+    """Return copies of the state dict's tensors, whole, by name. Every rank calls it.
+
+    Tensors with a name in ``without`` are left out, under all their names.
+    """
     import deepspeed
 
     values: dict[str, Tensor] = {}
@@ -565,13 +649,17 @@ def _saved_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """``module.load_state_dict(state)``, one submodule gathered at a time; every rank has all of ``state``.
+    """Load whole weights into a module that ZeRO-3 partitioned, one submodule gathered at a time.
 
-    Lightning's own way loads buffers on rank 0 alone, and says nothing of names that are missing or do not fit.
+    A collective: every rank has all of ``state``. Lightning's own way loads buffers on rank 0 only,
+    and ignores names that are missing or do not fit.
+
+    Raises:
+        RuntimeError: a shape differs, or ``strict`` and a name is missing or unexpected.
     """
     import deepspeed
 
-    left = dict(state)  # hooks of modules rename in it what an earlier version of them has saved
+    left = dict(state)  # hooks of modules rename weights of an earlier version in it
     missing, unexpected, errors = list[str](), list[str](), list[str]()
     for name, part in module.named_modules():
         with deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0):
@@ -584,12 +672,17 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 
 # ------------------------------------------------------------------ param groups of one dtype each
 
-#: how the names end of a scheduler's lists that hold an entry a group (torch's own, and what others call theirs)
+#: endings of the names of a scheduler's lists that have an entry for each group, in torch and
+#: elsewhere
 _PER_GROUP = ("lr", "lrs", "lambdas", "momentums")
 
 
 def _kind(parameter: Tensor, halves: Container[int]) -> tuple[int, bool, str]:
-    """What a list holds one of; fp32 comes first: DeepSpeed takes the first parameter's dtype for the engine's."""
+    """Return the key by which parameters are put into lists and sorted.
+
+    Fp32 is first, because DeepSpeed takes the first parameter's dtype as the engine's. Frozen
+    parameters are last.
+    """
     if not parameter.requires_grad:
         return 2, False, ""
     half = id(parameter) in halves
@@ -597,9 +690,10 @@ def _kind(parameter: Tensor, halves: Container[int]) -> tuple[int, bool, str]:
 
 
 def by_dtype(parameters: Iterable[Tensor], halves: Container[int] = ()) -> list[list[Tensor]]:
-    """Trained parameters in lists of one dtype, fp32 first; frozen ones, which are not flattened, end the first list.
+    """Return lists of trained parameters of one dtype each, fp32 first.
 
-    ``halves``, by ``id``, have lists of their own.
+    ``[[]]`` without parameters. Frozen parameters, which DeepSpeed does not flatten, are at the end
+    of the first list. ``halves`` are the ``id`` of parameters that get a list of their own.
     """
     lists: dict[tuple[int, bool, str], list[Tensor]] = {}
     for parameter in parameters:
@@ -610,10 +704,11 @@ def by_dtype(parameters: Iterable[Tensor], halves: Container[int] = ()) -> list[
 
 
 def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] = ()) -> list[int]:
-    """Split groups that hold several dtypes, in place; for each new group, the index of the one it came from.
+    """Split param groups of several dtypes in place.
 
-    A group whose trained parameters are fp32 comes first, one with none to train last. A scheduler's lists of one entry
-    a group follow.
+    Return the index of the old group for each new group. Groups with fp32 parameters to train come
+    first, and groups without parameters to train last. Lists of ``scheduler`` with an entry for
+    each group are reordered in place. ``scheduler`` may be ``None``.
     """
     old = optimizer.param_groups
     pieces = [(index, members) for index, group in enumerate(old) for members in by_dtype(group["params"], halves)]
@@ -629,9 +724,11 @@ def split_by_dtype(optimizer: Optimizer, scheduler: Any, halves: Container[int] 
 
 
 def regroup(state: dict[str, Any], size: int, source_group: Sequence[int]) -> None:
-    """Reorder a scheduler's lists of ``size`` entries, one a group: group ``i`` gets that of ``source_group[i]``.
+    """Reorder lists of a scheduler's ``state`` in place.
 
-    Milestones and phases may be as many as there are groups by chance: only lists named for what a group has follow.
+    The new entry ``i`` of a list is its old entry ``source_group[i]``. Only lists of ``size``
+    entries whose name ends as in ``_PER_GROUP`` are reordered. A list of milestones may have
+    ``size`` entries by chance.
     """
     for inner in state.get(INNER_SCHEDULERS, ()):
         regroup(inner if isinstance(inner, dict) else vars(inner), size, source_group)
