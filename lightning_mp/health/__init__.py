@@ -1,1 +1,1 @@
-"""What a run measures of itself, and when it warns."""
+"""Measurements of a run's health, and the alerts about it."""

@@ -1,7 +1,7 @@
-"""The rules that watch a run's numbers and report what looks wrong: state machines over readings; no torch here.
+"""Rules that watch the numbers of a run and report suspicious ones as events. No torch is imported.
 
-:class:`Alerts` takes one reading after another and answers with events; :class:`AlertSettings` holds every threshold,
-with where its number comes from.
+:class:`Alerts` takes one reading after another and returns events. :class:`AlertSettings` holds the
+thresholds, with the source of each.
 """
 
 from __future__ import annotations
@@ -21,80 +21,91 @@ from lightning_mp.record.events import KINDS, Event, Kind, Severity
 #: the kinds that rules report; non-finite values are detected by the callbacks
 RULE_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if not kind.startswith("nonfinite"))
 
-#: with fewer numbers a median, spread or trend means nothing
+#: the smallest window; the median, spread or trend of fewer numbers is meaningless
 SMALLEST_WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSettings:
-    """When each rule fires. Windows and counts are in readings: with one every n steps they last n times as long.
+    """The thresholds of the rules. Windows and counts are numbers of readings.
 
-    "Measured" below: runs of 2,000 steps of small GPT-2 and MLP models in fp32, 16-mixed and bf16-mixed, several seeds,
+    With a reading every n steps they last n times as many steps. "Measured" below: runs of 2,000
+    steps of small GPT-2 and MLP models in fp32, 16-mixed and bf16-mixed, with several seeds and
     batches of 4 to 32.
 
     Raises:
-        PlanError: a value out of its range, or a kind that no rule makes; every one is named.
+        PlanError: values out of their range, or kinds that no rule reports. All are named.
     """
 
     #: the rules that run; leave a kind out to silence it
     kinds: tuple[Kind, ...] = RULE_KINDS
 
-    #: a gradient norm is compared with the median of this many earlier ones, as soon as there are as many
+    #: The number of earlier gradient norms whose median a norm is compared with. No norm is judged
+    #: before there are as many.
     spike_window: int = 50
-    #: times the median. Measured: healthy norms stay below 7 until a model is done, a bad batch is at 115 and more
+    #: The least ratio of a spike to the median. Measured: healthy norms stay below 7 until training
+    #: is complete, and a bad batch is at 115 or more.
     spike_ratio: float = 10.0
-    #: standard deviations above the median, estimated from the median absolute deviation. Measured: healthy up to 34
+    #: The least distance of a spike from the median, in standard deviations. They are estimated
+    #: from the median absolute deviation. Measured: healthy norms reach 34.
     spike_sigmas: float = 30.0
-    #: of the median of the first window; a norm below it does no harm. Measured: models that have memorised their data,
-    #: at a hundredth of their first norms, go up 39-fold and come back ...
+    #: A norm below this part of the first window's median is harmless. Measured: models that have
+    #: memorised their data have a hundredth of their first norms, which rise 39-fold and recover.
     spike_level: float = 0.25
-    #: ... unless it is this many times the median
+    #: A norm of this many times the median is a spike even below ``spike_level``.
     spike_far: float = 100.0
 
-    #: losses whose median is the level reached; there is none before as many were seen
+    #: The number of losses whose median is a level. No loss is judged before there are as many.
     divergence_window: int = 50
-    #: readings in a row that have to be too high: a single one is a bad batch
+    #: The number of high readings in a row. A single high reading is a bad batch.
     divergence_patience: int = 3
-    #: too high is each that loses this part of all progress, from the first losses to the lowest level. Measured:
-    #: healthy up to 0.42, at a learning rate 30 times as high 0.57 and more ...
+    #: A reading is high if it loses this part of all progress, from the first losses to the lowest
+    #: level. Measured: healthy runs lose up to 0.42. Runs at 30 times their rate lose 0.57 or more.
     divergence_progress: float = 0.5
-    #: ... where on average they are this many standard deviations above that level, and each half as many
+    #: The mean of the high readings must be this many standard deviations above the lowest level,
+    #: and each reading half as many.
     divergence_sigmas: float = 6.0
 
-    #: readings in which nothing moves, or the loss is flat
+    #: the number of readings in which nothing moves, or the loss is flat
     plateau_window: int = 200
-    #: the gradient norm is falling when the later half's median is below this part of the earlier half's
+    #: the norm falls if the median of the later half is below this part of the earlier half's
     plateau_falling: float = 0.9
-    #: a loss is flat when the means of the two halves differ by less than this many standard errors
+    #: the loss is flat if the means of the two halves differ by at most this many standard errors
     plateau_errors: float = 2.0
-    #: share of the largest update ratio so far; below it weights no longer move, and a plateau is not convergence
+    #: Weights do not move if the update ratio is below this part of its largest value so far. A
+    #: plateau is then no convergence.
     plateau_still: float = 1e-3
 
-    #: skips in a row; warm-up under a scale of 65,536 was measured to have up to 5
+    #: the number of skips in a row. Measured: warm-up from a scale of 65,536 has up to 5.
     streak_skips: int = 6
 
-    #: skips while the scale is at its floor, of the last 10 readings
+    #: the number of skips at the lowest scale, among the last 10 readings
     collapse_skips: int = 3
 
-    #: scales of an FP8 layer whose median the next one is compared with, as soon as there are as many
+    #: The number of earlier scales of an FP8 layer whose median a scale is compared with. No scale
+    #: is judged before there are as many.
     scale_window: int = 16
-    #: times the median, or a part of it as small. Measured: scales of inputs and weights stay within 2.2 times ...
+    #: The least factor of a jump, up or down. Measured: scales of inputs and weights stay within
+    #: 2.2 times the median.
     scale_ratio: float = 8.0
-    #: ... one sample moves a gradient's by up to 34 times: so many in a row have to be that far off
+    #: The number of a gradient's scales in a row that must jump. Measured: one sample changes such
+    #: a scale by up to 34 times.
     scale_patience: int = 3
 
-    #: readings left out at the start: compilation, caches
+    #: the number of readings left out at the start, because of compilation and caches
     throughput_warmup: int = 20
-    #: readings whose median is the speed: a single slow one is the machine's
+    #: The number of readings whose median is the speed. A single slow reading is the machine's.
     throughput_window: int = 20
-    #: share of the best such median
+    #: a speed below this part of the best is a drop
     throughput_ratio: float = 0.33
 
-    #: readings left out at the start: optimizer state, caching allocators
+    #: the number of readings left out at the start, because of optimizer states and the allocator
     memory_warmup: int = 50
+    #: the number of readings in which memory has to grow
     memory_window: int = 200
-    #: growth within a window that is reported, relative and in GiB
+    #: the least growth within a window that is reported, relative ...
     memory_ratio: float = 0.01
+    #: ... and in GiB; the larger of the two counts
     memory_gib: float = 0.0625
 
     def __post_init__(self) -> None:
@@ -112,7 +123,9 @@ class AlertSettings:
 
     @classmethod
     def of(cls, given: bool | Mapping[str, Any] | AlertSettings | None) -> AlertSettings:
-        """What a user wrote: nothing or True for the defaults, False for no rule at all, a mapping of fields.
+        """Return the settings that a user's argument means.
+
+        ``None`` and True mean the defaults. False means no rule. A mapping gives fields.
 
         Raises:
             PlanError: an unknown field, with the nearest names, or a value out of its range.
@@ -127,12 +140,12 @@ class AlertSettings:
         return cls(**given)
 
 
-#: the numbers of an optimizer step by the names of :mod:`~lightning_mp.record.metric_names`, and the two below; rules
-#: skip what is not there, ``None`` or not finite
+#: The numbers of an optimizer step, under the names of :mod:`~lightning_mp.record.metric_names` and
+#: the names below. Rules skip a number that is missing, ``None`` or not finite.
 Reading = Mapping[str, Any]
-#: whether nothing was applied in the step, and whether the loss scale after it can fall no further
+#: keys of two booleans: the step was skipped; the loss scale after it is at its lowest value
 SKIPPED, AT_FLOOR = "skipped", "scale_at_floor"
-#: the scales of FP8 layers, a mapping of (layer, role) to the scale; ``None`` in a reading without
+#: the key of the FP8 layers' scales: a mapping of (layer, role) to the scale, or ``None``
 FP8_SCALES = "fp8_scales"
 Window = deque[float]
 
@@ -142,18 +155,24 @@ def _full(window: Window) -> bool:
 
 
 def _medians(window: Window, count: int) -> list[float]:
-    """Those of ``count`` pieces of it in order, none shorter than another by more than one."""
+    """Return the medians of ``count`` consecutive pieces of the window.
+
+    The lengths of the pieces differ by one at most.
+    """
     edges = [len(window) * edge // count for edge in range(count + 1)]
     return [median(islice(window, first, last)) for first, last in pairwise(edges)]
 
 
 def _sigma(values: Iterable[float], center: float) -> float:
-    """The standard deviation of normal numbers around ``center``, from their median absolute deviation."""
+    """Return the standard deviation of normal numbers around ``center``.
+
+    It is estimated from their median absolute deviation.
+    """
     return 1.4826 * median([abs(value - center) for value in values])
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of ``values`` and its standard error."""
+    """Return the mean of two or more ``values``, and its standard error."""
     center = fmean(values)
     variance = sum((value - center) ** 2 for value in values) / (len(values) - 1)
     return center, math.sqrt(variance / len(values))
@@ -163,12 +182,12 @@ def _known(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-#: for an overflow that no loss scale can help; ``{pinned}`` is what pins modules in this run
+#: the advice for an overflow at every loss scale; ``{pinned}`` becomes the name of the way to pin
 _BEYOND_FP16 = (
     "pin the module that the nonfinite events name, by {pinned} (suggest_pins measures which); or use 'bf16-mixed', "
     "which needs no loss scale"
 )
-#: the likely cause and what to do, by kind of event, or by what was seen where a kind has several causes
+#: (likely cause, advice) by kind of event, or by observation if a kind has several causes
 _TEXTS: dict[str, tuple[str, str]] = {
     "grad_norm_spike": (
         "a bad batch, or a learning rate that is too high here",
@@ -223,9 +242,10 @@ _TEXTS: dict[str, tuple[str, str]] = {
 
 
 class Condition(NamedTuple):
-    """One that holds in a reading: the offending number, the evidence, and a key of the texts.
+    """A rule's condition that holds in a reading.
 
-    ``severity`` replaces that of the rule; ``module`` is the one concerned.
+    ``value`` is the offending number. ``text`` is a key of the texts, by default the rule's kind.
+    ``severity`` replaces the rule's severity. ``module`` names the module with the problem.
     """
 
     value: float
@@ -236,19 +256,22 @@ class Condition(NamedTuple):
 
 
 class Rule:
-    """One condition. An event is made when it begins, and not again before ``readings_between`` without it."""
+    """A condition over readings. An event is made when the condition begins.
+
+    The next event comes only after ``readings_between`` readings without the condition.
+    """
 
     kind: ClassVar[Kind]
-    #: the number of a reading that the rule looks at
+    #: the name of the number that the rule reads
     reads: str
     severity: ClassVar[Severity] = "warning"
-    #: readings without the condition before the next event
+    #: the number of readings without the condition before the next event
     readings_between: ClassVar[int] = 10
-    #: how many known numbers there were so far
+    #: the count of known numbers so far
     seen = 0
-    #: readings before the next event
+    #: the number of readings before the next event
     cooldown = 0
-    #: the last step, which is not evaluated twice
+    #: the last evaluated step; no step is evaluated twice
     last_step: int | None = None
 
     def __init__(self, settings: AlertSettings) -> None:
@@ -256,11 +279,14 @@ class Rule:
         self._windows: dict[str, Window] = {}
 
     def window(self, name: str, size: int) -> Window:
-        """The last ``size`` numbers kept as ``name``."""
+        """Return the window of the last ``size`` numbers under ``name``. Create it if it is new."""
         return self._windows.setdefault(name, deque(maxlen=size))
 
     def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
-        """The event of a condition that begins in this reading."""
+        """Return the event if the condition begins in this reading, else ``None``.
+
+        ``None`` too for a step that was evaluated before.
+        """
         if reading[metric_names.STEP] == self.last_step:
             return None
         step = self.last_step = reading[metric_names.STEP]
@@ -272,7 +298,10 @@ class Rule:
         return self.event(condition, step, under_plan) if condition is not None and begins else None
 
     def event(self, condition: Condition, step: int, under_plan: bool) -> Event:
-        """Return the event of ``condition``; its advice names the plan's fields ``under_plan``, else callbacks."""
+        """Return the event of ``condition``.
+
+        Its advice names the plan's pins if ``under_plan``, else DtypePinning.
+        """
         cause, advice = _TEXTS[condition.text or self.kind]
         pinned = "the plan's pins" if under_plan else "DtypePinning"
         return Event(
@@ -287,23 +316,27 @@ class Rule:
         )
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
-        """Add a known number to the windows; the condition if it holds, whether or not it held before."""
+        """Add a known number to the windows. Return the condition if it holds, else ``None``.
+
+        It is returned as well if it held in the reading before. A subclass must override this.
+        """
         raise NotImplementedError
 
 
-#: of a loss: the first ones, whose median is where the run began
+#: the number of first losses whose median is the start of the run's progress
 _FIRST = 5
 
 
 class GradNormSpike(Rule):
-    """A norm far above the median, as a ratio and in robust standard deviations: either alone is fooled by noise.
+    """A gradient norm far above the median of earlier norms.
 
-    A norm that is small compared with the first ones of the run has to be farther off. The verdict does not change when
-    every norm is multiplied by the same number.
+    It is far both as a ratio and in robust standard deviations, because noise fools either alone. A
+    norm that is small compared with the run's first norms must be farther away. The verdict is the
+    same if all norms are multiplied by one number.
     """
 
     kind, reads = "grad_norm_spike", metric_names.GRAD_NORM
-    #: the first full window's median
+    #: the median of the first full window
     level: float | None = None
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
@@ -326,16 +359,17 @@ class GradNormSpike(Rule):
 
 
 class LossDivergence(Rule):
-    """Several readings in a row that lose much of the run's progress and lie far above the noise of its lowest level.
+    """Several losses in a row that lose much of the run's progress, far above the noise.
 
-    Progress rather than a ratio, because a loss may be negative, and one near zero may grow tenfold for no reason. For
-    every reading in the window before that was as high, one more in a row is needed.
+    Losses are compared by progress and not by ratio. A loss may be negative, and a loss near zero
+    may grow tenfold for no reason. For each earlier loss in the window that was as high, one more
+    high loss in a row is needed.
     """
 
     kind, reads = "loss_divergence", metric_names.LOSS
     severity = "error"
     readings_between = 50
-    #: the lowest median of a window, and the standard deviation in it
+    #: the lowest median of a window, and the standard deviation in that window
     lowest, spread = math.inf, 0.0
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
@@ -353,12 +387,15 @@ class LossDivergence(Rule):
         return condition
 
     def _is_high(self, loss: float) -> bool:
-        """Whether enough readings in a row are high; ``high`` holds them."""
+        """True if enough losses in a row are high. The window ``high`` holds them.
+
+        A loss that is not high empties that window.
+        """
         first, losses, high = (self._windows[name] for name in ("first", "losses", "high"))
         rise, far = loss - self.lowest, math.inf
-        # seldom, and what follows costs more
+        # This is seldom true, and the rest is expensive.
         if rise > 0 and rise > self.settings.divergence_progress * (median(first) - self.lowest):
-            # the quietest stretch was quiet by chance, too
+            # The lowest level's spread may be small by chance, so the present spread counts too.
             far = self.settings.divergence_sigmas * max(self.spread, _sigma(losses, median(losses)))
         if rise <= far / 2:
             high.clear()
@@ -369,32 +406,34 @@ class LossDivergence(Rule):
         return len(high) >= enough and sum(high) / len(high) - self.lowest > far
 
 
-#: half the distance between fp32 numbers, relatively: no weight moves by less
+#: half the relative distance between fp32 numbers; a smaller update moves no weight
 _FP32_ROUNDING = 2.0**-24
-#: a learning rate that changes by more than this within the window is a schedule at work
+#: a learning rate that changes by more than this factor within the window follows a schedule
 _STEADY = 1.01
 
 
 class LossPlateau(Rule):
-    """Nothing moves for a window, or the loss is flat for one while the gradient norm does not fall.
+    """A window in which no weight moves, or in which the loss is flat.
 
-    Nothing moves if gradients are zero though the loss is not, or if the update ratio is next to nothing. This is a
-    warning. A flat loss of weights that still move is saturated learning: info, once a run. A gradient norm that falls
-    is convergence. A rate that changes is a schedule at work: it may have stopped the weights. A flat loss is judged
-    only after warm-up.
+    No weight moves if gradients are zero and the loss is not, or if the update ratio is almost 0.
+    This is a warning. A flat loss while weights move is saturated learning, reported as info once a
+    run, and only after warm-up.
+
+    There is no event while the gradient norm falls, because that is convergence. A small update
+    ratio is not reported while the learning rate changes: its schedule may have stopped them.
     """
 
     kind, reads = "loss_plateau", metric_names.LOSS
     readings_between = 100
     #: the largest median update ratio of half a window
     peak = 0.0
-    #: whether this run's saturated learning was reported
+    #: True once this run's saturated learning was reported
     reported_saturated = False
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
         for name in (metric_names.LOSS, metric_names.GRAD_NORM, metric_names.UPDATE_RATIO, metric_names.LR):
             number = _known(reading.get(name))
-            # in the evidence without the group of the loggers
+            # The evidence has the names without the loggers' group ("train/").
             window = self.window(name.rpartition("/")[2], self.settings.plateau_window)
             window.extend([] if number is None else [number])
         losses, norms, ratios, rates = self._windows.values()
@@ -427,7 +466,7 @@ class LossPlateau(Rule):
         return "zero rate" if rates and rates[-1] == 0 else "still"
 
     def _is_saturated(self, losses: Window, norms: Window, rates: Window) -> bool:
-        """True if the loss is flat within its noise, after warm-up, and this run has not been told so."""
+        """True if the loss is flat within its noise, after warm-up, unless this run was told so."""
         warms_up = bool(rates) and rates[-1] > _STEADY * rates[0]
         if self.reported_saturated or warms_up or not _full(norms):
             return False
@@ -438,15 +477,16 @@ class LossPlateau(Rule):
         return abs(earlier - later) <= self.settings.plateau_errors * error
 
 
-#: a loss scale below it makes gradients smaller than they are and cannot help (torch's scaler has no floor)
+#: A loss scale below it makes gradients smaller and cannot help. torch's scaler has no floor.
 _USELESS = 1.0
+#: the number of last readings in which skips are counted
 _RECENT = 10
-#: torch's initial scale; above it a scaler is still warming up to one that fits (DeepSpeed may start at 2**32)
+#: torch's initial scale. At or above it a scaler still searches: DeepSpeed may start at 2**32.
 _SEARCHING = 2.0**16
 
 
 class ScaleCollapse(Rule):
-    """Several of the last readings were skips at the scale's floor, or at a scale below one."""
+    """Several skipped steps among the last readings, at the lowest scale or at a scale below 1."""
 
     kind, reads = "scale_collapse", metric_names.LOSS_SCALE
     severity = "error"
@@ -462,11 +502,14 @@ class ScaleCollapse(Rule):
 
 
 class SkipStreak(Rule):
-    """More skips in a row than it takes to find a scale from 65,536 on; skips at higher scales are not counted."""
+    """More skipped steps in a row than the search for a scale takes.
+
+    Skips at a scale of 65,536 or above are not counted.
+    """
 
     kind, reads = "skip_streak", SKIPPED
     readings_between = 1
-    #: the skips in a row, and how many of them were made while the scale was still above
+    #: the skips in a row, and how many of them had a scale of 65,536 or above
     skips = scale_warmup = 0
 
     def judge(self, value: float, reading: Reading) -> Condition | None:
@@ -481,21 +524,21 @@ class SkipStreak(Rule):
 
 
 class ScaleJump(Rule):
-    """A scale of an FP8 layer that is far from the median of its last ones, below or above.
+    """A scale of an FP8 layer that is far from the median of its earlier values, up or down.
 
-    Each layer has three: of its input, its weight and the gradient of its output. A gradient's scale has to stay away
-    for several readings, because one sample can change it.
+    Each layer has three scales: of its input, its weight and the gradient of its output. A
+    gradient's scale has to stay away for several readings, because one sample can change it.
 
-    A reading has one event at most, of a scale that did not jump in the last readings. A jump is passed on from layer
-    to layer. So the event names the first layer whose input or weight jumped. If only gradients did, it names the last
-    layer, where the backward pass begins.
+    A reading has at most one event, for scales that did not jump in the last readings. A jump
+    spreads from layer to layer. So the event names the first layer whose input or weight jumped. If
+    only gradients jumped, it names the last of these layers, where the backward pass begins.
     """
 
     kind, reads = "scale_jump", FP8_SCALES
 
     def __init__(self, settings: AlertSettings) -> None:
         super().__init__(settings)
-        #: readings before a scale's next event
+        #: by (layer, role), the number of readings before the scale's next event
         self._cooldowns: dict[tuple[str, str], int] = {}
 
     def evaluate(self, reading: Reading, under_plan: bool) -> Event | None:
@@ -519,7 +562,11 @@ class ScaleJump(Rule):
         return self.event(origin._replace(evidence=evidence), step, under_plan)
 
     def _jump(self, key: tuple[str, str], scale: float) -> Condition | None:
-        """Add a scale to its window. Return the condition if the last ones are far from the median of those before."""
+        """Add a scale to its window. Return the condition if it has jumped, else ``None``.
+
+        A gradient's scale jumps if all its last ``scale_patience`` values are far from the median
+        of the values before. For other scales the last value counts.
+        """
         layer, role = key
         patience = self.settings.scale_patience if role == "gradient" else 1
         window = self.window(f"{role} {layer}", self.settings.scale_window + patience)
@@ -537,12 +584,12 @@ class ScaleJump(Rule):
         return Condition(scale, numbers, f"scale {change}", module=layer)
 
 
-#: pieces of the window whose medians all have to rise
+#: the number of pieces of the window; their medians must rise from piece to piece
 _PIECES = 8
 
 
 class MemoryGrowth(Rule):
-    """The median of every piece of the window lies above the one before, and the growth is large enough to matter."""
+    """Memory that grows in every piece of the window, by enough to matter."""
 
     kind, reads = "memory_growth", metric_names.MEMORY_ALLOCATED
 
@@ -552,7 +599,7 @@ class MemoryGrowth(Rule):
         kept, steps = (self.window(name, self.settings.memory_window) for name in ("memory", "steps"))
         kept.append(value)
         steps.append(reading[metric_names.STEP])
-        if not _full(kept) or value <= kept[0]:  # in most runs it does not grow, and the check is free
+        if not _full(kept) or value <= kept[0]:  # a cheap check that ends here in most runs
             return None
         levels = _medians(kept, _PIECES)
         grown = levels[-1] - levels[0]
@@ -564,7 +611,10 @@ class MemoryGrowth(Rule):
 
 
 class ThroughputDrop(Rule):
-    """The median of the last readings is far below the best so far; tokens per second, or samples where not known."""
+    """A median speed of the last readings far below the best so far.
+
+    It is in tokens per second, or in samples per second if tokens are unknown.
+    """
 
     kind = "throughput_drop"
     readings_between = 100
@@ -590,7 +640,7 @@ class ThroughputDrop(Rule):
         return Condition(rate, {name: rate, "before": self.best, "ratio": ratio, "readings": len(rates)})
 
 
-#: in the order in which their events are reported
+#: the rules, in the order of their events
 _RULES = (
     GradNormSpike,
     LossPlateau,
@@ -604,23 +654,26 @@ _RULES = (
 
 
 class Alerts:
-    """The rules over one run's readings. ``settings`` is whatever :meth:`AlertSettings.of` takes."""
+    """The rules over the readings of one run. :meth:`AlertSettings.of` reads ``settings``."""
 
     def __init__(self, settings: bool | Mapping[str, Any] | AlertSettings | None = None) -> None:
         self.settings = AlertSettings.of(settings)
-        #: whether advice names the plan's fields, rather than callbacks
+        #: True if advice names the plan's fields instead of callbacks
         self.under_plan = False
         self.rules = [rule(self.settings) for rule in _RULES if rule.kind in self.settings.kinds]
 
     def judge(self, reading: Reading, *, only: Collection[Kind] = RULE_KINDS) -> list[Event]:
-        """The events that begin in ``reading``; rank, module and action are for the caller to fill in.
+        """Return the events that begin in ``reading``. The caller adds rank and action.
 
-        ``only`` restricts it to rules of those kinds. A rule evaluates a step once, so that some rules can run before
-        the optimizer's step and the rest after it.
+        Only rules of the kinds ``only`` run. A rule evaluates a step once. So some rules can run
+        before the optimizer's step, and the rest after it.
         """
         events = (rule.evaluate(reading, self.under_plan) for rule in self.rules if rule.kind in only)
         return [event for event in events if event is not None]
 
     def holds(self, kind: Kind) -> bool:
-        """Whether a rule's condition held in the last reading, though its event may have come before."""
+        """True if a rule's condition held in the last reading, with or without an event.
+
+        Always False for ``scale_jump``, which has a condition for each scale.
+        """
         return any(rule.kind == kind and rule.cooldown == rule.readings_between for rule in self.rules)

@@ -1,4 +1,4 @@
-"""A run's health, every n-th step: measured, logged, checked by alerts, and acted on."""
+"""``TrainingHealth``: a callback that measures and logs every n-th step, and acts on alerts."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from lightning_mp.record.run_log import RunDir, RunLog, StepTracker, WritesRun, 
 
 _NAME = "TrainingHealth"
 Action = Literal["log", "skip", "stop"]
-#: the one kind whose step can be left out; a plan or a NonFiniteGuard leaves out non-finite ones
+#: the only kind with the action "skip"; a plan or a NonFiniteGuard skips non-finite steps
 SPIKE: Kind = "grad_norm_spike"
-#: what LightningModules log it under
+#: common names of the validation loss in LightningModules
 _VAL_LOSSES = (metric_names.VAL_LOSS, "val_loss", "validation/loss", "valid_loss")
-#: what LossScaleMonitor logs too
+#: the values that LossScaleMonitor logs too
 _SCALES = (metric_names.LOSS_SCALE, metric_names.SKIPPED_STEPS)
-#: what a written reading holds, in this order
+#: the values of a written reading, in this order
 _ROW = (
     metric_names.LOSS,
     metric_names.GRAD_NORM,
@@ -63,42 +63,50 @@ _ROW = (
 
 
 class TrainingHealth(WritesRun):
-    """Measures loss, norms, learning rate, loss scale, speed and memory; reports what looks wrong, and acts on it.
+    """A callback that measures training steps, reports suspicious values, and acts on them.
 
-    Readings go to every logger and to ``metrics.jsonl``, under the names of :mod:`lightning_mp.record.metric_names`;
-    events go to ``events.jsonl`` and to the console, and their number to the loggers as ``health/events/<kind>``.
-    ``rows`` and ``events`` hold the last 1,000. A ``step`` is the Trainer's ``global_step`` as the training step saw
-    it. A value that is not known (MFU on a CPU) is ``None``.
+    It measures loss, norms, learning rate, loss scale, speed and memory. Readings go to every
+    logger and to ``metrics.jsonl``, under the names of :mod:`lightning_mp.record.metric_names`.
+    Events go to ``events.jsonl`` and to the console, and their number to the loggers as
+    ``health/events/<kind>``. ``rows`` and ``events`` hold the last 1,000. A ``step`` is the
+    Trainer's ``global_step`` during the training step. An unknown value (MFU on a CPU) is ``None``.
 
-    - ``train/loss``: the mean over the batches of the step and over all ranks, unscaled; under manual optimization the
-      sum of the losses passed to ``manual_backward``.
-    - Norms are 2-norms over all ranks, of gradients unscaled and before clipping. ``health/update_ratio`` looks at 16
-      evenly spaced pieces of 1,024 elements of a large parameter.
-    - ``health/fp8_scale_min``, ``_max``: the smallest and the largest scale with which an FP8 layer rounds its input,
-      its weight or its gradient; under ``fp8-mixed``, in every second reading.
+    - ``train/loss``: the unscaled mean over the micro-batches of the step and over all ranks. Under
+      manual optimization the losses passed to ``manual_backward`` are summed, not averaged.
+    - Norms: 2-norms over all ranks, of unscaled gradients before clipping. In
+      ``health/update_ratio`` 16 evenly spaced pieces of 1,024 numbers stand for a large parameter.
+    - ``health/fp8_scale_min``, ``_max``: the smallest and the largest scale with which an FP8 layer
+      rounds its input, its weight or its gradient. Under ``fp8-mixed``, in every second reading.
     - ``health/lr``: the rate of the first group of the first optimizer that stepped.
-    - Throughput is over all ranks, since the last reading, validation excluded; FLOPs are counted in the first batch.
-    - ``health/memory_*_gib``: the maximum over ranks; on a CPU the process's resident memory (Linux).
+    - Throughput: over all ranks, since the last reading, without validation. FLOPs are counted in
+      the first batch.
+    - ``health/memory_*_gib``: the maximum over ranks. On a CPU it is the resident memory (Linux).
 
-    Nothing waits for the device, but for ``"skip"`` in a step that is measured: numbers are evaluated when they have
-    arrived, on CUDA at most 3 steps later. Until then a step's batches are held: at most those of four steps.
+    A training step does not wait for the device, except a measured step with the action ``"skip"``.
+    Numbers are evaluated when they have arrived, on CUDA at most 3 steps later. Until then the
+    batches of a step are held in memory, of four steps at most. The end of validation, a checkpoint
+    and the end of training wait for all numbers.
 
     Args:
-        run_dir: the folder to write to; by default one of the run's own, in the logger's folder.
-        every_n_steps: optimizer steps from one reading to the next.
-        alerts: thresholds, as :class:`~lightning_mp.health.alerts.AlertSettings` or a mapping of its fields; False for
-            none.
-        actions: what to do about a kind of event: ``"log"`` (the default), ``"stop"``, and of a ``grad_norm_spike``
-            ``"skip"`` (do not apply that step, nor any other of the same streak, which has one event).
-        tokens: callable(batch) that counts the tokens of a batch; by default the size of ``input_ids``, or of the 2-D
-            integer tensor that the batch is, or begins with before one as large (labels); else ``None``.
-        samples: callable(batch) that counts its samples; by default the length on which all its tensors agree, if the
-            loader's ``batch_size`` says the same; ``None`` where they do not (a detector's images, a graph).
-        peak_flops: peak FLOP/s of each device, for MFU; by default from its data sheet.
+        run_dir: the folder to write to. By default the run's own folder, in the logger's folder.
+        every_n_steps: the number of optimizer steps from one reading to the next.
+        alerts: the thresholds, as :class:`~lightning_mp.health.alerts.AlertSettings` or a mapping
+            of its fields. False: no alerts.
+        actions: by kind of event, ``"log"`` (the default) or ``"stop"``. For ``grad_norm_spike``
+            also ``"skip"``: neither this step nor others of the same streak are applied. A streak
+            has one event.
+        tokens: a function of a batch that counts its tokens. By default the size of ``input_ids``.
+            Without these, the size of a 2-D integer tensor that is the batch, or that is its first
+            item if a tensor of the same shape (labels) follows. Otherwise ``None``. If the first
+            batch has only zeros and ones, they are no tokens.
+        samples: a function of a batch that counts its samples. By default the common length of all
+            its tensors. ``None`` without a common length (a detector's images, a graph), or if it
+            contradicts the loader's ``batch_size``.
+        peak_flops: the peak FLOP/s of each device, for MFU. By default from its data sheet.
         report: write ``report.html`` into the folder when the run ends or fails.
 
     Raises:
-        PlanError: an unknown kind, action or threshold, or ``"skip"`` where a step cannot be skipped.
+        PlanError: an unknown kind, action or threshold, or ``"skip"`` for another kind.
     """
 
     _of_run = ("_run",)
@@ -133,23 +141,25 @@ class TrainingHealth(WritesRun):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The last 1,000 readings, as written; ``metrics.jsonl`` has all."""
+        """Return the last 1,000 readings, as written. ``metrics.jsonl`` has all."""
         return list(self._log.rows)
 
     # ------------------------------------------------------------------ the run
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the parameters to measure, and open the folder.
+        """Prepare the measurements, and open the folder.
 
         Raises:
-            PlanError: ``"skip"`` where a step cannot be left out, or a folder that another run or monitor writes to.
+            PlanError: an action is ``"skip"`` and steps cannot be skipped in this run. Or another
+                run or monitor writes to the folder. Or the Trainer is of the other copy of
+                Lightning.
         """
         check_copy(trainer, _NAME)
         self._close()
         if is_fresh(trainer):
             self._alerts = Alerts(self._alerts.settings)
         self._alerts.under_plan = isinstance(trainer.precision_plugin, PlanBase)
-        self._run = _Run(trainer, pl_module, self)  # what it has installed is removed where the folder is refused
+        self._run = _Run(trainer, pl_module, self)  # before open(), so that _release cleans up
         self._log.open(trainer, self.run_dir)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,7 +193,7 @@ class TrainingHealth(WritesRun):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         run = self._run
         if run is None or not trainer.training:
-            return  # a module adapts itself while evaluating
+            return  # a module that adapts itself in evaluation calls backward too
         run.steps.backward()
         if run.step.measures:
             run.measured.add_loss(loss, run.source)
@@ -200,7 +210,10 @@ class TrainingHealth(WritesRun):
                 self._check_before_step(run, run.step, trainer, optimizer)
 
     def _check_before_step(self, run: _Run, step: _Step, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Read what is known before the step, and leave the step out where the user wants that."""
+        """Read the numbers before the step, and skip the step if it is a spike with that action.
+
+        A device sync.
+        """
         step.before = run.to_host.read({**run.measured.take(), **run.count.values()})
         reading = step.reading(run.measured.derived(step.before), run.floor)
         if run.automatic:
@@ -232,7 +245,7 @@ class TrainingHealth(WritesRun):
         run.to_host.deliver()
 
     def _arrived(self, trainer: Trainer, step: _Step, late: Values) -> None:
-        """Log the numbers of a step, now on the host, run the alerts on them, and act."""
+        """Log the numbers of a step that have arrived on the host, run the alerts, and act."""
         run = self._active
         values = run.measured.derived({**(step.before or {}), **late})
         flops, peak = values[FLOPS], run.throughput.peak
@@ -253,7 +266,12 @@ class TrainingHealth(WritesRun):
             self._log.event(trainer, self._act(event, trainer, step))
 
     def _nonfinite(self, trainer: Trainer, step: _Step, reading: Reading) -> list[Event]:
-        """The event of a non-finite step, none where a NonFiniteGuard writes its own."""
+        """Return the event of a non-finite step as a list.
+
+        The list is empty for a finite step, for an alert that was reported already, and if a guard
+        writes an event for every non-finite step. For an alert the batches run again on all ranks,
+        a collective.
+        """
         run = self._active
         alert = None if run.guard is not None else run.classifier.judge(reading, suppressed=step.suppressed)
         if alert is None:
@@ -272,7 +290,11 @@ class TrainingHealth(WritesRun):
         return [event]
 
     def _act(self, event: Event, trainer: Trainer, step: _Step) -> Event:
-        """Carry out the action for ``event``; the event with the action taken."""
+        """Take the action for ``event``, and return the event with that action.
+
+        The event is returned unchanged if it is no alert, if the run has failed, or if the step of
+        an action ``"skip"`` was not skipped.
+        """
         action = self.actions.get(event.kind, "log")
         if not event.is_alert or self._active.failed or (action == "skip" and not step.suppressed):
             return event
@@ -286,18 +308,18 @@ class TrainingHealth(WritesRun):
 
     # ------------------------------------------------------------------ the end, and checkpoints
 
-    # before the precision plugin undoes its changes
+    # This hook runs before the precision plugin undoes its changes.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._run is not None:
             self._run.to_host.deliver(wait=True)
         self._close()
 
     def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
-        """Write how the run ended, and its report."""
+        """Write the end of the run, or ``error``, and the report."""
         run = self._run
         if run is not None and error is not None:
-            run.failed = True  # other ranks may go on: nothing is run again, and nobody is called
-            with suppress(RuntimeError):  # of a device that has failed nothing arrives
+            run.failed = True  # other ranks may go on, so there are no replays and no collectives
+            with suppress(RuntimeError):  # a failed device delivers nothing
                 run.to_host.deliver(wait=True)
             if isinstance(error, NonFiniteError) and run.guard is None:
                 self._log.event(trainer, _raised(error, run))
@@ -320,32 +342,37 @@ class TrainingHealth(WritesRun):
 
 @dataclass(slots=True)
 class _Step:
-    """A step, from the first batch of its window until its numbers are on the host."""
+    """The state of one step, from its first micro-batch until its numbers are on the host."""
 
+    #: True if the step has a reading
     measures: bool
     ended: bool = False
     number: int = 0
-    #: of the last batch
+    #: the index of the last batch
     batch_idx: int = 0
     logged_step: int = 0
-    #: what was read before the optimizer stepped
+    #: the numbers that were read before the optimizer stepped
     before: Values | None = None
-    #: the events, once they were looked for
+    #: the events of a non-finite step; ``None`` before the check
     nonfinite: list[Event] | None = None
     spikes: list[Event] = field(default_factory=list[Event])
     replayer: Replayer = field(default_factory=Replayer)
-    #: whether it was left out for an alert
+    #: True if an alert skipped the step
     suppressed: bool = False
 
     def reading(self, values: Values, floor: float) -> Reading:
-        """The numbers for the alerts; ``floor`` is the lowest loss scale."""
+        """Return the numbers for the alerts. ``floor`` is the lowest loss scale."""
         scale = values[metric_names.LOSS_SCALE]
         known = {metric_names.STEP: self.number, SKIPPED: bool(values.get(SKIPPED))}
         return {**values, **known, AT_FLOOR: scale is not None and scale <= floor}
 
 
 class _Run:
-    """The state of one run, and of the step at hand."""
+    """The state of one run and of its present step.
+
+    Raises:
+        PlanError: an action ``"skip"`` in a run whose steps cannot be skipped.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule, health: TrainingHealth) -> None:
         self.measured = StepMeasurement(trainer, module)
@@ -353,21 +380,22 @@ class _Run:
         self.fp8_scales = FP8Scales(module, self.measured.layout, device, trainer.world_size)
         self.throughput = Throughput(trainer, health.tokens, health.samples, health.peak_flops)
         writers = (callback for callback in callbacks if isinstance(callback, WritesRun))
-        #: what writes the events of bad steps itself
+        #: a callback that writes an event for every non-finite step itself
         self.guard = next((writer for writer in writers if writer.writes_every_event), None)
-        #: whether a LossScaleMonitor hands the scale and the skips to the loggers already
+        #: True if a LossScaleMonitor logs scale and skips already
         self.scale_logged = any(isinstance(callback, LossScaleMonitor) for callback in callbacks)
-        # of several micro-batches, a step is long over when the next one is; and fewer windows wait in memory
+        # A step of several micro-batches is long over when the next one ends. A smaller lag then
+        # costs no wait, and fewer windows are held in memory.
         window = trainer.accumulate_grad_batches if module.automatic_optimization else 1
         self.to_host = ToHost(device, trainer.world_size, lag=max(1, LAG // window))
         source = self.source = scale_source(trainer)
         #: the lowest loss scale
         self.floor = 0.0 if source is None else source.floor
-        #: how many steps were left out for an alert
+        #: the number of steps that an alert skipped
         self.suppressed = 0
         self.count = SkipCount(source, self._skipped)
         self.move_schedulers: Callable[[], None] = lambda: None
-        #: whether the step of a spike is left out
+        #: True if the step of a spike is skipped
         self.skips = "skip" in health.actions.values()
         if self.skips:
             _check_skips(trainer, module)
@@ -376,13 +404,13 @@ class _Run:
         plugin, keeps_out = trainer.precision_plugin, self.guard is not None or source is not None
         if isinstance(plugin, PlanBase):
             keeps_out = plugin.scaler is not None or plugin.policy.nonfinite.action != "ignore"
-        #: whether numbers are read before the optimizer's step: to leave it out, or, where nothing else keeps a
-        #: non-finite one from being applied, to find out what went wrong while weights are as they were; which is not
-        #: done on CUDA, where it would be a device sync
+        #: True if numbers are read before the optimizer's step. The action "skip" needs them. The
+        #: diagnosis of a non-finite step that nothing else skips needs them too, because the step
+        #: changes the weights. On CUDA only "skip" reads them, because that is a device sync.
         self.checks_before_step = self.skips or (self.automatic and not keeps_out and device.type != "cuda")
         self.steps, self.classifier = StepTracker(), NonFiniteClassifier()
         self.step = _Step(measures=True, ended=True)
-        #: optimizer steps to the next reading
+        #: the number of optimizer steps before the next reading
         self.until_reading = 0
         self.failed = False
 
@@ -392,7 +420,7 @@ class _Run:
 
 
 def _raised(error: NonFiniteError, run: _Run) -> Event:
-    """The event of the error with which the plan has ended the run."""
+    """Return the event of the error by which the plan ended the run. A device sync."""
     return Event(
         step=run.step.number,
         kind="nonfinite_loss" if run.measured.loss_is_bad() else "nonfinite_grad",
@@ -407,7 +435,11 @@ def _raised(error: NonFiniteError, run: _Run) -> Event:
 
 
 def _check_skips(trainer: Trainer, module: LightningModule) -> None:
-    """Raise where a step cannot be left out."""
+    """Raise a PlanError if steps of this run cannot be skipped.
+
+    They cannot under DeepSpeed, with several optimizers in manual optimization, or with an
+    optimizer that requires a closure.
+    """
     again = [type(each).__name__ for each in filter(optimizer_facts.requires_closure, trainer.optimizers)]
     count = 1 if module.automatic_optimization else len(trainer.optimizers)
     if isinstance(trainer.strategy, DeepSpeedStrategy):

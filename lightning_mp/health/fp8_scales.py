@@ -1,7 +1,8 @@
-"""The scales with which FP8 layers round, read on the device: the largest number of the format over the largest entry.
+"""The scales with which FP8 layers round, read on the device.
 
-Scales are dynamic: every forward pass computes them anew. A scale that falls says that numbers grow, which ends in
-overflow and NaN. A scale that rises says that they shrink, so that small ones are flushed to zero.
+A scale is the largest number of the format divided by the largest magnitude. Every forward pass
+computes it anew. A falling scale means that numbers grow, towards overflow and NaN. A rising scale
+means that they shrink, and small numbers become zero.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from lightning_mp.health.measurement import Layout, Measured, Values
 from lightning_mp.modules import fp8
 from lightning_mp.modules.fp8 import ROLES, Role
 
-#: every so-many-th reading has scales, because each costs a pass over a layer's input, weight and gradient
+#: Every n-th reading has scales. They cost a pass over each layer's input, weight and gradient.
 READINGS_BETWEEN = 2
-#: scales by the layer's name and the tensor that is scaled
+#: scales by the layer's name and the role of the scaled tensor
 Scales = Mapping[tuple[str, Role], float]
 _PREFIX = "fp8_scale"
-#: stands for a tensor that this rank has not seen
+#: the magnitude of a tensor that this rank has not seen
 _UNSEEN = -1.0
 
 
 class FP8Scales:
-    """The scales of all FP8 layers below ``module``, over all ranks; without such layers it reads nothing.
+    """The scales of all FP8 layers below ``module``, over all ranks.
 
     Each tensor has one scale. Under a recipe with a scale for each row it is the smallest of them.
+    Without FP8 layers nothing is read.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, world: int) -> None:
@@ -44,39 +46,39 @@ class FP8Scales:
 
     @property
     def active(self) -> bool:
-        """True from the begin of a reading with scales to its end."""
+        """True from the start of a reading with scales to its end."""
         return self._running is not None and self._running.magnitudes.active
 
     def begin(self) -> None:
-        """A reading begins: collect magnitudes, if it is one with scales."""
+        """Begin a reading. Collect magnitudes if this reading has scales."""
         self.stop()
         if self._running is not None:
             self._running.magnitudes.active = self._readings % READINGS_BETWEEN == 0
         self._readings += 1
 
     def stop(self) -> None:
-        """Stop collecting, and drop what was collected."""
+        """Stop collecting, and drop the collected magnitudes."""
         self._weights = None
         if self._running is not None:
             self._running.magnitudes.take()
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Read the weights that this step's forward passes used; only the first call of a reading does."""
+        """Read the weights before the first step of a reading. Later calls do nothing."""
         if not self.active or self._weights is not None:
             return
         shards = [self._layout.parameter(layer.get_parameter("weight")).tensor for layer in self._layers.values()]
         found = [fp8.largest_magnitude(shard) if shard.numel() else shard.new_full((), _UNSEEN) for shard in shards]
         largest = torch.stack([magnitude.float() for magnitude in found])
         if self._device.type == "cuda" and largest.device.type == "cpu":  # offloaded weights
-            largest = largest.pin_memory()  # else the copy waits for the device
+            largest = largest.pin_memory()  # a copy from pageable memory waits for the device
         self._weights = largest.to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def take(self) -> Measured:
-        """End the reading. Return device scalars for :meth:`split`; nothing, if it had no scales.
+        """End the reading. Return device scalars for :meth:`split`, empty without scales.
 
-        A collective of all ranks, whose readings are the same ones.
+        A collective if the reading has scales. All ranks have them in the same readings.
         """
         if self._running is None or not self.active:
             return {}
@@ -95,9 +97,10 @@ class FP8Scales:
         return {f"{_PREFIX} {place}": magnitude for place, magnitude in enumerate(row)}
 
     def split(self, values: Values) -> Scales | None:
-        """Take the magnitudes out of a step's ``values``. Return the scales, or ``None`` if none were read.
+        """Remove the magnitudes from a step's ``values``. Return the scales, or ``None``.
 
-        A layer that no rank ran, zeros, and numbers that are not finite have no scale.
+        ``None`` means that the step had no reading of scales. A tensor has no scale if no rank has seen it, if it is all zero, or if a number in it is not
+        finite.
         """
         running = self._running
         if running is None or f"{_PREFIX} 0" not in values:

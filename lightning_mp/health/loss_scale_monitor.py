@@ -1,4 +1,4 @@
-"""The loss scale in every logger and in the progress bar."""
+"""``LossScaleMonitor``: a callback that shows the loss scale in loggers and on the progress bar."""
 
 import math
 from collections import deque
@@ -15,16 +15,19 @@ from lightning_mp.record.run_log import IN_MEMORY, RunCallback, StepTracker, is_
 
 
 class LossScaleMonitor(RunCallback):
-    """Logs the loss scale, and how many steps were skipped.
+    """A callback that logs the loss scale and the number of skipped steps.
 
-    It reads the scaler of a MixedPrecisionPlan, of stock Lightning (torch's ``GradScaler``), and of DeepSpeed. ``rows``
-    holds the last 1,000 readings: ``step`` (the Trainer's ``global_step`` as the training step saw it) and the values
-    after that step, under the names of :mod:`lightning_mp.record.metric_names`. Without a loss scale it says so once
-    and logs nothing.
+    It reads the scaler of a MixedPrecisionPlan, of stock Lightning (torch's ``GradScaler``), or of
+    DeepSpeed. The values go to every logger and to the progress bar. In a run without a loss scale
+    they do not, and a message says so once.
+
+    ``rows`` holds the last 1,000 readings. A reading has a ``step``, the Trainer's ``global_step``
+    during the training step, and the values after that step. Their names are in
+    :mod:`lightning_mp.record.metric_names`.
 
     Args:
-        every_n_steps: steps from one reading to the next. No step waits for the device: on CUDA, values are logged up
-            to 3 steps later.
+        every_n_steps: the number of steps from one reading to the next. No step waits for the
+            device: on CUDA, values are logged up to 3 steps later.
 
     Raises:
         PlanError: ``every_n_steps`` is not a whole number >= 1.
@@ -43,7 +46,7 @@ class LossScaleMonitor(RunCallback):
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """The last 1,000 readings, as logged."""
+        """Return the last 1,000 readings, as logged."""
         return list(self._rows)
 
     def _reset(self) -> None:
@@ -54,7 +57,7 @@ class LossScaleMonitor(RunCallback):
         if self._bar is not None:
             self._bar.remove()
         self._bar = None
-        #: scale and skips on the progress bar, short: ``scale=2^16, skipped=3``; the loggers keep the long names
+        #: the short form for the progress bar, such as ``scale=2^16, skipped=3``
         self._on_bar: dict[str, str] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,6 +114,6 @@ class LossScaleMonitor(RunCallback):
             self._to_host.deliver(wait=True)
 
     def _release(self, trainer: Trainer, error: BaseException | None = None) -> None:
-        with suppress(RuntimeError):  # of a device that has failed nothing arrives
+        with suppress(RuntimeError):  # a failed device delivers nothing
             self.on_train_end(trainer, trainer.lightning_module)
         self._reset()

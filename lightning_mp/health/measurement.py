@@ -1,6 +1,6 @@
-"""The measurement of one step on whole or sharded parameters: norms, what the step changed, memory.
+"""The measurement of one step: norms of whole or sharded parameters, the step's update, memory.
 
-Everything stays on the device until :class:`ToHost` has brought it over, for which nothing waits.
+Numbers stay on the device until :class:`ToHost` has copied them, without a device sync.
 """
 
 from __future__ import annotations
@@ -31,63 +31,64 @@ from lightning_mp.record import metric_names
 Values = dict[str, float | None]
 Measured = dict[str, Number | None]
 GIB = 2**30
-#: how many steps later numbers are evaluated, at most
+#: the greatest number of steps after which the numbers of a step are evaluated
 LAG = 3
-#: of a larger local shard, so many evenly spaced pieces of so many elements are copied for the update ratio
+#: number and size of the evenly spaced pieces of a larger local shard that the update ratio uses
 PIECES, PIECE = 16, 1024
 _CHANGE, _BEFORE = "change", "before"
-#: of every rank: what is added up, and of what the largest counts
+# Names of the values whose sum over ranks is taken, and of those whose maximum is taken.
 _ADDED = (metric_names.LOSS, metric_names.SAMPLES_PER_S, metric_names.TOKENS_PER_S, FLOPS)
 _LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_PEAK)
 
 
 class StepMeasurement:
-    """Collects a step's numbers on the device of the run."""
+    """The numbers of one step, collected on the device of the run."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = trainer.strategy
         self._device, self._world = strategy.root_device, trainer.world_size
         over = getattr(strategy, "parameter_groups", ())
-        #: how the run's parameters are stored
+        #: the storage of the run's parameters
         self.layout = Layout(flat_groups(trainer.model), isinstance(strategy, DeepSpeedStrategy), over)
         self._all = list(module.parameters())
         self._order = list(dict.fromkeys(self.layout.parameter(each).groups for each in self._all))
         self._accumulates = trainer.accumulate_grad_batches if module.automatic_optimization else 0
         sampler: Any = getattr(strategy, "distributed_sampler_kwargs", None) or {}
-        #: ranks that share one batch (tensor parallel) count it once
+        # Ranks that share one batch (tensor parallelism) count it once.
         self._share = sampler.get("num_replicas", self._world) / self._world
         self.begin()
 
     def begin(self) -> None:
-        """A step that is to be measured begins."""
+        """Begin to measure a step, and drop the numbers of the step before."""
         self._losses: list[Tensor] = []
         self._seen: set[int] = set()
         self._before: dict[Kind, Shard] = {}
         self._trained = [parameter for parameter in self._all if parameter.requires_grad]
         self._sums = SquareSums(self._device, self._order)
-        #: of the first group of the first optimizer that stepped
+        #: the learning rate of the first group of the first optimizer that stepped
         self.lr: Number | None = None
 
     def add_loss(self, loss: Tensor, source: ScaleSource | None) -> None:
-        """A backward pass starts from ``loss``, which the precision plugin has scaled by now."""
+        """Add the ``loss`` of a backward pass. The precision plugin has scaled it already."""
         loss = loss.detach().float().sum()
         scale = None if source is None or isinstance(source, DeepSpeedSource) else source.scale()
         self._losses.append(loss if scale is None else loss / scale)
 
     def loss_is_bad(self) -> bool:
-        """Whether a loss of the step at hand is not finite on this rank; a device sync."""
+        """True if a loss of the present step is not finite on this rank. A device sync."""
         return bool(self._losses) and not bool(torch.isfinite(torch.stack(self._losses)).all())
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, source: ScaleSource | None) -> None:
-        """Measure the unscaled gradients that ``optimizer`` is about to use, and the weights before the first step.
+        """Measure the gradients of the parameters of ``optimizer``, without the loss scale.
 
-        Of an optimizer that steps several times in a batch the first step counts.
+        The first call of a step also measures the weights. If an optimizer steps several times in a
+        batch, its first step counts. ZeRO's gradients are measured for all parameters at once.
         """
         parameters = self._trained
         if not self._seen:
-            # Lightning's stand-in for no optimizer has no groups
-            self.lr = next((group["lr"] for group in optimizer.param_groups), None)  # Adafactor may have its own
+            # Lightning's stand-in for no optimizer has no groups. Adafactor's rate may be None.
+            self.lr = next((group["lr"] for group in optimizer.param_groups), None)
             self._before = copied(self._parameters())
             self._sums.add(list(self._before.values()), _BEFORE)
         if not self.layout.zero:
@@ -103,7 +104,7 @@ class StepMeasurement:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Measure the parameters as they are now, and how far the step has moved them."""
+        """Measure the parameters after the step, and their change by the step."""
         shards = self._parameters()
         now = copied(shards)
         for kind, shard in now.items():
@@ -112,9 +113,10 @@ class StepMeasurement:
         self._sums.add(shards, metric_names.PARAM_NORM)
 
     def take(self, done: Processed | None = None) -> Measured:
-        """What was measured since the last call, the same on every rank: for :meth:`derived`, once it is on the host.
+        """Return the measurements since the last call, as input of :meth:`derived`.
 
-        ``done`` is what this rank has processed since the last reading; without it, memory is not measured.
+        A collective: the result is the same on every rank. ``done`` is the work of this rank since
+        the last reading. Without it memory is not measured.
         """
         norms, self._sums = self._sums.norms(), SquareSums(self._device, self._order)
         loss = torch.stack(self._losses).sum() if self._losses else None
@@ -128,11 +130,14 @@ class StepMeasurement:
         return norms | values | ({metric_names.LOSS: None} if loss is None else {})
 
     def _reduced(self, mine: Sequence[Number | None], op: Any) -> list[Number | None]:
-        """Over all ranks; NaN where one does not know."""
+        """Return the values reduced over all ranks by ``op``: NaN if a rank does not know its own.
+
+        A collective.
+        """
         known = [math.nan if value is None or isinstance(value, Tensor) else float(value) for value in mine]
         row = torch.tensor(known, dtype=torch.float32)
         if self._device.type == "cuda":
-            row = row.pin_memory()  # else the copy waits for the device
+            row = row.pin_memory()  # a copy from pageable memory waits for the device
         row = row.to(self._device, non_blocking=True)
         for place, value in enumerate(mine):
             if isinstance(value, Tensor):
@@ -141,9 +146,12 @@ class StepMeasurement:
         return list(row)
 
     def derived(self, read: Values) -> Values:
-        """The values of a step, from what :meth:`take` gave, on the host."""
+        """Return the values of a step from the host's copy of the result of :meth:`take`.
+
+        Sums become means and rates. An unknown value is ``None``.
+        """
         values, loss = dict(read), read.get(metric_names.LOSS)
-        for name in (*_ADDED[1:], *_LARGEST):  # of which a rank did not know its own
+        for name in (*_ADDED[1:], *_LARGEST):  # NaN: a rank did not know its own value
             values[name] = None if math.isnan(read[name] or 0.0) else read[name]
         if loss is not None:
             values[metric_names.LOSS] = loss / self._world
@@ -161,9 +169,9 @@ class StepMeasurement:
 
 
 def memory(device: torch.device) -> tuple[float | None, float | None]:
-    """GiB in use and their peak, without a device sync; ``None`` where not counted.
+    """Return the GiB in use and their peak, without a device sync. ``None`` if not counted.
 
-    On a CPU, under Linux, it is the process's resident memory, which includes code.
+    On a CPU, under Linux, both are the resident memory of the process, which includes code.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB
@@ -181,7 +189,7 @@ def memory(device: torch.device) -> tuple[float | None, float | None]:
 
 
 class Shard(NamedTuple):
-    """A shard of a tensor (empty where this rank has none) and the process groups the tensor is split over."""
+    """This rank's shard of a tensor, which may be empty, and the groups over which it is split."""
 
     tensor: Tensor
     groups: Groups
@@ -189,11 +197,14 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How parameters and gradients are stored: whole, as DTensors, as FSDP1's views, or with ``zero`` as ZeRO's shards.
+    """The storage of parameters and gradients: whole, DTensors, FSDP1's views, or ZeRO's shards.
 
-    Call it under ``torch.no_grad()``. ``whole`` are the groups over which *plain* tensors are sharded, as FSDP1's are;
-    ZeRO shards over all ranks. ``over`` are the groups of every tensor where that is the same for all, as for the
-    stages of a pipeline.
+    Its methods must be called under ``torch.no_grad()``.
+
+    Args:
+        whole: the groups over which *plain* tensors are sharded, as under FSDP1.
+        zero: True under ZeRO, which shards over all ranks.
+        over: the groups of every tensor, if these are equal for all, as for stages of a pipeline.
     """
 
     whole: Groups = ()
@@ -204,7 +215,7 @@ class Layout:
         return self.over or shard_groups(tensor, self.whole)
 
     def parameter(self, parameter: Tensor) -> Shard:
-        """This rank's shard of ``parameter``."""
+        """Return this rank's shard of ``parameter``. It is empty if another process holds it."""
         if self.zero and compat.is_partitioned(parameter):
             return Shard(compat.local_part(parameter), _everyone())
         if is_remote(parameter):
@@ -213,7 +224,11 @@ class Layout:
         return Shard(torch.view_as_real(shard) if shard.is_complex() else shard, self._groups(parameter))
 
     def gradient(self, parameter: Tensor) -> Shard:
-        """This rank's shard of its gradient, with the same groups on every rank whether or not there is one."""
+        """Return this rank's shard of the gradient. It is empty without a gradient.
+
+        The groups are the same on every rank. A partial gradient is summed over ranks, by a
+        collective.
+        """
         gradient: Any = parameter.grad
         if gradient is None:
             shard = compat.local_gradient(parameter) if self.zero else None
@@ -221,7 +236,7 @@ class Layout:
                 Shard(parameter.new_empty(0), self._groups(parameter)) if shard is None else Shard(shard, _everyone())
             )
         if hasattr(gradient, "to_local") and any(kind.is_partial() for kind in gradient.placements):
-            # still to be summed over ranks: tensor parallel leaves such
+            # Tensor parallelism leaves partial gradients, which are not yet summed over ranks.
             gradient = gradient.redistribute(gradient.device_mesh, cast("Any", parameter).placements)
             return Shard(local(gradient), self._groups(gradient))
         return Shard(gradients([parameter])[0], self._groups(gradient))
@@ -233,9 +248,9 @@ def _everyone() -> Groups:
 
 
 class SquareSums:
-    """Sums of squares by name, added over ranks in one all-reduce for each set of process groups.
+    """Sums of squares by name, with an all-reduce in each process group.
 
-    ``order`` is that of the all-reduces, which has to be the same on every rank.
+    ``order`` is the order of the sets of groups, which must be the same on every rank.
     """
 
     def __init__(self, device: torch.device, order: Iterable[Groups]) -> None:
@@ -243,10 +258,13 @@ class SquareSums:
         self._sums: dict[Groups, dict[str, Tensor]] = {groups: {} for groups in order}
 
     def add(self, shards: Sequence[Shard], name: str, divisor: Number | None = None) -> None:
-        """Add the squares of ``shards`` (over ``divisor``); every rank adds shards with the same process groups."""
+        """Add the squares of ``shards``, which are first divided by ``divisor``, under ``name``.
+
+        Every rank must add shards with the same process groups.
+        """
         values = squares([shard.tensor for shard in shards], self._device)
         if divisor is not None:
-            values = (values.sqrt() / divisor).square()  # a scale's square may be past fp32
+            values = (values.sqrt() / divisor).square()  # the square of a scale may be beyond fp32
         for groups in dict.fromkeys(shard.groups for shard in shards):
             places = [place for place, shard in enumerate(shards) if shard.groups == groups]
             every = len(places) == len(shards)
@@ -255,7 +273,10 @@ class SquareSums:
             sums[name] = sums.get(name, 0.0) + value
 
     def norms(self) -> dict[str, Tensor]:
-        """The 2-norm under every name: fp32 scalars on the device."""
+        """Return the 2-norm of each name over all ranks, fp32 scalars on the device.
+
+        A collective.
+        """
         total: dict[str, Tensor] = {}
         for groups, sums in ((groups, sums) for groups, sums in self._sums.items() if sums):
             values = torch.stack(list(sums.values()))
@@ -270,7 +291,10 @@ Kind = tuple[Groups, torch.dtype, torch.device, int]
 
 
 def copied(shards: Iterable[Shard]) -> dict[Kind, Shard]:
-    """Copies of the parameters, or of a sample of a large one, those of a kind behind each other in one tensor."""
+    """Return copies of the shards, concatenated by kind: groups, dtype, device, sampled or not.
+
+    A large shard is represented by a sample, ``PIECES`` pieces of ``PIECE`` elements.
+    """
     by_kind: dict[Kind, list[Tensor]] = {}
     for tensor, groups in shards:
         piece = tensor.reshape(-1)
@@ -285,7 +309,7 @@ def copied(shards: Iterable[Shard]) -> dict[Kind, Shard]:
 
 @dataclass(slots=True)
 class Sent:
-    """Values of which those of ``names`` are still on their way into ``host``, in pinned memory."""
+    """Values on their way to the host: the values of ``names`` are being copied into ``host``."""
 
     values: Values
     names: Sequence[str]
@@ -296,10 +320,11 @@ class Sent:
 
 
 class ToHost:
-    """Copies what is on ``device`` into pinned memory, and hands it on in order once it is there.
+    """A queue that copies values from ``device`` to pinned memory, and delivers them in order.
 
-    On CUDA that is at most ``lag`` steps later, on ``ranks`` of more than one always so many, for all have to do the
-    same; on any other device it is at once.
+    On CUDA they are delivered at most ``lag`` steps later. With several ``ranks`` it is always
+    ``lag`` steps, because all ranks must act in the same step. On other devices the next
+    ``deliver`` delivers them.
     """
 
     def __init__(self, device: torch.device, ranks: int = 1, lag: int = LAG) -> None:
@@ -307,11 +332,14 @@ class ToHost:
         self._under_way: deque[Sent] = deque()
 
     def send(self, values: Mapping[str, Number | None], then: Callable[[Values], object]) -> None:
-        """Copy ``values``; :meth:`deliver` will call ``then`` with them."""
+        """Start to copy ``values``. :meth:`deliver` will call ``then`` with them."""
         self._under_way.append(self._start(values, then))
 
     def deliver(self, *, wait: bool = False) -> None:
-        """After every step: hand on what has arrived, or with ``wait`` everything."""
+        """Deliver the values that have arrived. Call it after every step.
+
+        With ``wait`` it delivers all values, a device sync. Errors of ``then`` are raised.
+        """
         for sent in self._under_way:
             sent.age += 1
         while self._under_way:
@@ -322,7 +350,7 @@ class ToHost:
             sent.then(self._arrived(sent))
 
     def read(self, values: Mapping[str, Number | None]) -> Values:
-        """``values`` at once: the one wait there is."""
+        """Return ``values`` on the host at once. A device sync."""
         return self._arrived(self._start(values, lambda _: None))
 
     def _arrived(self, sent: Sent) -> Values:
@@ -334,7 +362,7 @@ class ToHost:
         kind, host, event = self._device.type, None, None
         there = {n: v.detach() for n, v in values.items() if isinstance(v, Tensor) and v.device.type == kind}
         known: Values = {n: None if v is None or n in there else float(v) for n, v in values.items()}
-        if there:  # a copy that does not block goes into pinned memory
+        if there:  # a non-blocking copy of torch's goes into pinned memory
             numbers = torch.stack([value.reshape(()).float() for value in there.values()])
             host = numbers.to("cpu", non_blocking=kind == "cuda")
             if kind == "cuda":

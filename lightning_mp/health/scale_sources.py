@@ -1,6 +1,7 @@
-"""The loss scale and the skipped steps of a run, from a plan, torch's scaler or DeepSpeed, without a device sync.
+"""The loss scale and the skipped steps of a run, from a plan, torch's GradScaler or DeepSpeed.
 
-Every number is a Python one where the host knows it, else a device scalar, so that all can be read together.
+There is no device sync. A number is a Python number if the host knows it, else a scalar on the
+device. So the caller can read all scalars together.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ Number = Tensor | float
 
 
 class PlanSource:
-    """The scaler of a MixedPrecisionPlan, which is disabled in a mode without scaling, and counts all the same."""
+    """The scaler of a MixedPrecisionPlan. It counts skipped steps in modes without scaling too."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler, self.floor = scaler, scaler.config.floor
@@ -33,7 +34,10 @@ class PlanSource:
 
 
 class StockSource:
-    """torch's ``GradScaler``, which counts nothing: its scale falls if and only if it skipped the step."""
+    """torch's ``GradScaler``, which counts nothing. A skipped step is recognised by a lower scale.
+
+    A step at a scale of 0 counts as skipped, because that scale cannot fall.
+    """
 
     floor = 0.0
 
@@ -44,7 +48,7 @@ class StockSource:
         self._skipped: Number = 0
 
     def scale(self) -> Tensor:
-        """A copy of it, by the one public way that does not read it."""
+        """Return a copy of the scale, by the only public call without a device sync."""
         return self.scaler.scale(self._one)
 
     def before_step(self) -> None:
@@ -54,7 +58,7 @@ class StockSource:
     def after_step(self) -> None:
         if self._before is not None:
             now = self.scale()
-            self._skipped = self._skipped + ((now < self._before) | (now == 0)).float()  # at 0 it cannot fall
+            self._skipped = self._skipped + ((now < self._before) | (now == 0)).float()
             self._before = None
 
     def skipped(self) -> Number:
@@ -62,14 +66,14 @@ class StockSource:
 
 
 class DeepSpeedSource:
-    """A stock ``DeepSpeedEngine``, whose scale and counts are Python numbers."""
+    """A ``DeepSpeedEngine`` without a plan. Its scale and counts are Python numbers."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.floor = deepspeed.floor_of(engine)
 
     def scale(self) -> float | None:
-        """``None`` where gradients are not scaled: bf16, fp32."""
+        """Return the loss scale, or ``None`` if gradients are not scaled (bf16, fp32)."""
         return deepspeed.scale_of(self._engine)
 
     def skipped(self) -> Number:
@@ -80,7 +84,10 @@ ScaleSource = PlanSource | StockSource | DeepSpeedSource
 
 
 def scale_source(trainer: Trainer) -> ScaleSource | None:
-    """The object that scales this run's loss or skips its steps; ``None`` where there is none."""
+    """Return the source of this run's loss scale and skips.
+
+    ``None`` for a stock plugin without an enabled scaler.
+    """
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
         return PlanSource(plugin.loss_scaler)
@@ -91,30 +98,31 @@ def scale_source(trainer: Trainer) -> ScaleSource | None:
 
 
 class SkipCount:
-    """Skipped steps, over a run and over what it resumed from.
+    """A count of the skipped steps of a run.
 
-    ``skipped`` says how many were skipped by now, by default as ``source`` counts. A training batch in which several
-    optimizers stepped is skipped where none of them was applied.
+    Steps before a resume are included if the source kept them. ``skipped`` returns the number of
+    skipped steps so far, by default the count of ``source``. A batch in which several optimizers
+    stepped counts as skipped if none of the steps was applied.
     """
 
     def __init__(self, source: ScaleSource | None, skipped: Callable[[], Number] | None = None) -> None:
         self._source = source
         self._stock = source if isinstance(source, StockSource) else None
         self._skipped = skipped or (lambda: 0 if source is None else source.skipped())
-        #: skipped steps, those before a resume included where the source kept them
+        #: the number of skipped steps
         self.total = _kept(self._skipped())
-        self._tried = 0  # in the batch at hand
-        #: whether the last batch that stepped was skipped
+        self._tried = 0  # steps in the present batch
+        #: true if the last batch with a step was skipped
         self.skipped_last: Number = 0
 
     def before_step(self) -> None:
-        """An optimizer is about to step."""
+        """Note that an optimizer is about to step."""
         if self._stock is not None:
             self._stock.before_step()
         self._tried += 1
 
     def after_batch(self) -> None:
-        """The training batch is over; one in which nothing stepped leaves everything as it was."""
+        """Update the counts after a training batch. Without a step in it nothing changes."""
         tried, self._tried = self._tried, 0
         if not tried:
             return
@@ -126,7 +134,7 @@ class SkipCount:
         self.total = _kept(now)
 
     def values(self) -> dict[str, Number | None]:
-        """The loss scale, if there is one, and the skips, by the names under which they are logged."""
+        """Return the loss scale, which may be ``None``, and the skips, under their logged names."""
         return {
             metric_names.LOSS_SCALE: None if self._source is None else self._source.scale(),
             metric_names.SKIPPED_STEPS: self.total,
@@ -134,5 +142,5 @@ class SkipCount:
 
 
 def _kept(value: Number) -> Number:
-    """The value as it is now, whatever is added to it in place later."""
+    """Return the present value, which later in-place changes do not affect."""
     return value.clone() if isinstance(value, Tensor) else value

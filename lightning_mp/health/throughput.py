@@ -1,6 +1,6 @@
-"""How much a run processes, and how fast: samples, tokens, FLOPs and the time they took; what is not known is None.
+"""Throughput of a run: samples, tokens and FLOPs, and their time. An unknown number is ``None``.
 
-FLOPs are those of a forward and backward pass as the model defines them, counted operator by operator.
+FLOPs are counted operator by operator in a forward and backward pass.
 """
 
 import time
@@ -23,17 +23,17 @@ from lightning_mp.record import metric_names
 
 Count = Callable[[Any], "int | Tensor | None"]
 FLOPS, SECONDS = "flops_per_s", "seconds"
-#: what one rank has processed since the last reading, named as what is made of it; ``None`` where that is not known of
-#: a batch in it
+#: The work of one rank since the last reading, under the names of the rates. A value is ``None`` if
+#: it is unknown for one of the batches.
 Processed = dict[str, Any]
 _NOTHING: Processed = {metric_names.SAMPLES_PER_S: 0, metric_names.TOKENS_PER_S: 0, FLOPS: 0.0, SECONDS: 0.0}
 
 
 class Throughput:
-    """Counts what this rank processes, on the host; ``tokens(batch)`` and ``samples(batch)`` are those of a batch.
+    """A count of this rank's work, on the host.
 
-    FLOPs are counted in the first batch; later ones are assumed to cost as much per token, or per sample without
-    tokens.
+    ``tokens(batch)`` and ``samples(batch)`` count a batch. FLOPs are counted in the first batch. A
+    later batch is assumed to cost as much for each token, or for each sample without tokens.
     """
 
     def __init__(self, trainer: Trainer, tokens: Count | None, samples: Count | None, peak_flops: float | None) -> None:
@@ -51,11 +51,11 @@ class Throughput:
             self.peak = hardware.peak(describe(trainer.strategy.root_device), dtype)
 
     def pauses(self) -> None:
-        """Time before the next batch (starting workers, validation) does not count."""
+        """Exclude the time before the next batch, such as validation or the start of workers."""
         self._last = None
 
     def batch_starts(self, trainer: Trainer, batch: Any) -> None:
-        """Count what is in ``batch``; in the first one, have FLOPs counted."""
+        """Count the tokens and samples of ``batch``. In the first batch, begin to count FLOPs."""
         if self._last is None:
             self._last = time.perf_counter()
         if self._counted is None:
@@ -67,24 +67,28 @@ class Throughput:
         self._batch = tokens, samples
 
     def _choose(self, trainer: Trainer, batch: Any) -> None:
-        """Without a function of the user's: the defaults, where what they say of the first batch can be right."""
+        """Choose the default counts, if the user gave no function and they fit the first batch.
+
+        Token ids must not be all 0 or 1 (multi-hot vectors). The number of samples must not
+        contradict the loader's ``batch_size``. A log line says if neither count is known.
+        """
         ids = _token_ids(batch)
-        if self._tokens is None and ids is not None and ids.numel() and int(ids.max()) > 1:  # no multi-hot vectors
+        if self._tokens is None and ids is not None and ids.numel() and int(ids.max()) > 1:
             self._tokens = default_tokens
         held, drawn = samples_in(batch), cast("Any", getattr(trainer.train_dataloader, "batch_size", None))
-        if self._samples is None and held is not None:  # as many as the loader puts into a batch, where that is known
+        if self._samples is None and held is not None:
             whole = not isinstance(drawn, int) or held == drawn
             self._samples = samples_in if whole or (held < drawn and trainer.num_training_batches == 1) else None
         if self._samples is None and self._tokens is None:
             rank_zero_info("TrainingHealth: how much a batch holds is not known; samples= or tokens= counts it")
 
     def stop_counting(self) -> None:
-        """No more FLOPs are counted."""
+        """Stop to count FLOPs."""
         self._uninstall()
         self._counter, self._uninstall = None, lambda: None
 
     def batch_ends(self) -> None:
-        """Add the batch to what was processed."""
+        """Add the batch and its time to the work of this rank."""
         counter = self._counter
         self.stop_counting()
         if counter is not None:
@@ -99,7 +103,7 @@ class Throughput:
         self._last = now
 
     def take(self) -> Processed:
-        """What was processed since the last call."""
+        """Return the work since the last call."""
         done, self._done = self._done, dict(_NOTHING)
         return done
 
@@ -114,18 +118,20 @@ class Throughput:
 
 
 def default_tokens(batch: Any) -> int | None:
-    """The size of the token ids in ``batch``; ``None`` where it has none."""
+    """Return the number of token ids in ``batch``, or ``None`` without token ids."""
     ids = _token_ids(batch)
     return None if ids is None else ids.numel()
 
 
 def _token_ids(batch: Any) -> Tensor | None:
-    """Its ``input_ids``, or the 2-D integer tensor that it is, or begins with where one as large (labels) comes next.
+    """Return the token ids of a batch, or ``None``.
 
-    Before anything else that may as well be a table of categories.
+    They are the integer ``input_ids`` of a mapping, or a 2-D integer tensor. Either is the batch or
+    its first item. A tensor counts as first item only if it is the only one, or if a tensor of the
+    same shape (labels) follows. Otherwise it may be a table of categories.
     """
     after: Any = None
-    if isinstance(batch, (tuple, list)) and batch:  # what comes later may be classes, several of a sample
+    if isinstance(batch, (tuple, list)) and batch:
         batch, after = cast("list[Any]", [*batch, None])[:2]
     shape = getattr(after, "shape", None)
     if isinstance(batch, Mapping):
@@ -136,31 +142,43 @@ def _token_ids(batch: Any) -> Tensor | None:
 
 
 def samples_in(batch: Any) -> int | None:
-    """The length on which all tensors of the batch agree; ``None`` where they do not, or there are none."""
+    """Return the common length of all tensors in the batch, or ``None``.
+
+    It is ``None`` if lengths differ, and without tensors. Scalars do not count.
+    """
     lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def _compute_dtype(trainer: Trainer) -> str | None:
-    """The dtype of most matrix products of the run."""
+    """Return the dtype of most matrix products of the run, ``"tf32"`` if fp32 products run in it.
+
+    ``None`` for fp64, which has no known peak, and for an unknown precision.
+    """
     plugin = trainer.precision_plugin
     if isinstance(plugin, PlanBase):
         dtype = plugin.policy.compute_dtype
     else:
         _, dtype = DTYPES_OF.get(str(trainer.precision), (None, None))
-        dtype = None if dtype == "fp64" else dtype  # of which no peak is known
+        dtype = None if dtype == "fp64" else dtype
     matmul: Any = torch.backends.cuda.matmul
     tf32 = dtype == "fp32" and has_tf32(trainer.strategy.root_device) and matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else dtype
 
 
 class CountFlops(compat.TorchDispatchMode):
-    """``with CountFlops() as flops: ...; flops.total``: floating-point operations of matrix products and convolutions.
+    """A context that counts the floating-point operations of products and convolutions.
 
-    A multiplication and an addition count as two, attention as its full products (masked halves included), two in
-    forward and four in backward, everything else as nothing: the rules of ``torch.utils.flop_counter``, plus attention
-    on a CPU. What activation checkpointing or a fused attention recomputes is left out. Of sharded tensors this rank's
-    own computation is counted. Kernels that hide their products (cuDNN's recurrent layers, Triton) are not seen.
+    Use it as ``with CountFlops() as flops: ...`` and read ``flops.total``. The rules are
+    ``torch.utils.flop_counter``'s, plus attention on a CPU:
+
+    - A multiplication with an addition counts as two.
+    - Attention counts as full products, masked halves included: two in forward, four in backward.
+    - Other operators count as nothing.
+
+    Recomputation by activation checkpointing or by a fused attention does not count. For sharded
+    tensors this rank's own computation counts. Kernels that hide their products are not seen
+    (cuDNN's recurrent layers, Triton).
     """
 
     supports_higher_order_operators = True
@@ -168,18 +186,18 @@ class CountFlops(compat.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
-        #: whether an operator's FLOPs could not be told
+        #: True if torch's rule for an operator failed
         self.uncounted = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not Tensor and hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # a DTensor comes back here with its local parts
+            return NotImplemented  # a DTensor calls this again with its local tensors
         out = func(*args, **(kwargs or {}))
         count = _RULES.get(getattr(func, "overloadpacket", None))
         if count is not None and not _recomputes():
             try:
                 self.total += count(*args, **(kwargs or {}), out_val=out)
-            except Exception:  # a shape that a rule of torch's does not foresee is no reason to end a run
+            except Exception:  # a shape that torch's rule does not expect must not end the run
                 self.uncounted = True
         return out
 
@@ -190,10 +208,11 @@ class CountFlops(compat.TorchDispatchMode):
 
 
 def _recomputes() -> bool:
-    """Whether the operator at hand runs again what forward ran already.
+    """True if the present operator belongs to the recomputation of a forward pass.
 
-    It does where Python code calls it, with gradients on, in the midst of a backward pass. A second derivative
-    (``create_graph=True``) has gradients on too, but is called by the autograd engine.
+    Python code then calls it within a backward pass, with gradients enabled. An operator of a
+    second derivative (``create_graph=True``) has gradients enabled too, but the autograd engine
+    calls it.
     """
     if not compat.in_backward() or not torch.is_grad_enabled():
         return False
@@ -202,11 +221,14 @@ def _recomputes() -> bool:
 
 
 def _without_scores(rule: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    """Of the five products in a fused attention's backward, one recomputes the scores (head sizes are equal)."""
+    """Return four fifths of the FLOPs of ``rule``, for the backward pass of a fused attention.
+
+    One of its five products recomputes the scores. The share holds if all head sizes are equal.
+    """
     return rule(*args, **kwargs) * 4 // 5
 
 
-#: an operator's FLOPs from its arguments
+#: by operator, a function of its arguments that returns its FLOPs
 _RULES: dict[Any, Callable[..., int]] = {
     op: partial(_without_scores, rule) if "attention" in str(op) and str(op).endswith("backward") else rule
     for op, rule in (flop_registry | {cpu: flop_registry[op] for cpu, op in compat.cpu_attention().items()}).items()
