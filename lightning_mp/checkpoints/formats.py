@@ -183,9 +183,8 @@ def damaged(path: Path | str, error: BaseException | str) -> CheckpointFormatErr
     return CheckpointFormatError(f"{str(path)!r} cannot be read: {reason}", "copy it again, or take an earlier one")
 
 
-# ------------------------------------------------------------------ names, and the numbering of
-# optimizer state Formats key optimizer state differently, but parameters have the same order in the
-# groups of all.
+# ------------------------------------------------------------------ names, and keys of optimizer state
+# Formats key optimizer state differently, but parameters have the same order in the groups of all.
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:

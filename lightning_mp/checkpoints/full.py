@@ -88,7 +88,7 @@ def write_consolidated(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Write as :func:`consolidate` does, and return the written tensors and the skipped names.
 
-    An entry is skipped if it is no tensor. Nothing is warned about.
+    An entry is skipped if it is no tensor. No warning is given.
     """
     wanted = None
     if dtype is not None:
@@ -339,7 +339,7 @@ def _read_shards(path: Path, keys: set[str] | None) -> dict[str, Any]:
     """
     try:
         return read_shards(path, keys)
-    except CheckpointException as error:  # holds one error a rank; there is one rank here
+    except CheckpointException as error:  # it has an error for each rank, here for one
         raise formats.damaged(path, next(iter(error.failures.values()))[0]) from error
 
 
@@ -365,7 +365,7 @@ def _metadata(path: Path) -> Any:
     return metadata
 
 
-# ------------------------------------------------------------------ DeepSpeed's: fp32 weights out of the masters
+# ------------------------------------------------------------------ DeepSpeed: fp32 weights from the masters
 
 LEFT_OUT = (
     "DeepSpeed stores optimizer state as one flat partition per rank, which only the same number of ranks at the same "

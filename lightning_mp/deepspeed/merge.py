@@ -361,7 +361,7 @@ def _unsaid(policy: PrecisionPolicy, back: PrecisionPolicy, faults: Faults) -> l
     """
     wanted, again = policy.to_dict(), back.to_dict()
     wanted["pins"], again["pins"] = {pin.pattern: pin.dtype for pin in policy.pins}, {}
-    if policy.loss_scaling is not None and not policy.loss_scaling.dynamic:  # nothing but the scale is read
+    if policy.loss_scaling is not None and not policy.loss_scaling.dynamic:  # DeepSpeed then reads only the scale
         wanted["loss_scaling"] = again["loss_scaling"]
     lines: list[str] = []
     for field, value in wanted.items():

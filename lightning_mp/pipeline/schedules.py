@@ -148,7 +148,10 @@ class PipelineEngine(StepEngine):
         return (trainer.strategy.stage_group,)
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Clip gradients by their fp32 norm over all stages. All ranks of stages must call it."""
+        """Clip gradients by their fp32 norm over all stages.
+
+        Every rank of the pipeline must call it. ``last_norm`` is set to that norm.
+        """
         parameters = grads.parameters_of(optimizer)
         own = grads.global_norm(parameters, self.device)
         self.last_norm = grads.over_shards(own, 2.0, self._stages())

@@ -183,7 +183,10 @@ class DecoderStage(nn.Module):
 
 
 def _shape(module: nn.Module) -> _Shape | None:
-    """Return the names of the model's parts, or ``None`` if it extends no class of ``_SHAPES``."""
+    """Return the names of the model's parts, or ``None`` if its parts are not known.
+
+    The nearest transformers class among its bases must be in ``_SHAPES``.
+    """
     kind = next((kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")), None)
     return None if kind is None else _SHAPES.get(kind.__name__)
 

@@ -174,12 +174,12 @@ class PlanBase:
 
     @property
     def skipped_steps(self) -> int:
-        """Return the number of skipped optimizer steps, those before a resume included."""
+        """Return the number of skipped optimizer steps, also before a resume."""
         return self.loss_scaler.skipped_steps
 
     @property
     def applied_steps(self) -> int:
-        """Return the number of applied optimizer steps, those before a resume included."""
+        """Return the number of applied optimizer steps, also before a resume."""
         return self.loss_scaler.applied_steps
 
     @property

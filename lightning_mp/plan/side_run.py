@@ -29,9 +29,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 
 
 def step_output(module: nn.Module, batch: Any, batch_idx: int = 0) -> Any:
-    """Return the output of ``training_step``, or of the forward if the module has no such method.
+    """Return the output of a LightningModule's ``training_step``, or else of the forward.
 
-    A forward gets a mapping as keywords, and a tuple or list as positional arguments.
+    The forward runs for other modules, and if the class does not define ``training_step``. A
+    forward gets a mapping as keywords, and a tuple or list as positional arguments.
     """
     if isinstance(module, LightningModule) and type(module).training_step is not LightningModule.training_step:
         with warnings.catch_warnings():  # no Trainer, so no logger
