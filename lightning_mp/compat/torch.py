@@ -149,6 +149,20 @@ def outside_of_dispatch_modes(frame: FrameType | None) -> FrameType | None:
     return caller
 
 
+def function_caller() -> str:
+    """Return the name of the module that called a function which ``__torch_function__`` handles.
+
+    The caller is outside of every mode that handles it. torch adds a mode of its own after
+    ``torch.set_default_device``. The result is empty outside of such a method.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
 def in_backward() -> bool:
     """True if a backward pass is under way in this thread."""
     return _torch._C._current_graph_task_id() != -1

@@ -8,7 +8,6 @@ choose the dtypes of computations.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat.deepspeed import Zero, gathered_changes_told, gathers, gathers_counted, is_partitioned
 from lightning_mp.compat.lightning import trainer_of
-from lightning_mp.compat.torch import is_compiled, version
+from lightning_mp.compat.torch import function_caller, is_compiled, version
 from lightning_mp.deepspeed.partitioned import PartitionedWeights, watched_hooks
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.fsdp2.engine import FirstForward, ShardReads
@@ -365,8 +364,7 @@ class GradientsElsewhere(TorchFunctionMode):
         touched = (sets or (func == _GRAD.__get__ and result is None)) and isinstance(args[0], nn.Parameter)
         if not touched or not args[0].requires_grad:
             return result
-        frame: Any = inspect.currentframe()
-        reader = str(frame.f_back.f_globals.get("__name__", ""))
+        reader = function_caller()
         if reader.startswith(_KNOW):
             return result
         if sets or reader == _CLIPS:

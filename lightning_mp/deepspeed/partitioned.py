@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -12,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_mp.compat import patched
 from lightning_mp.compat.lightning import rank_zero_warn
+from lightning_mp.compat.torch import function_caller
 from lightning_mp.errors import Fault
 
 _DATA: Any = cast("Any", Tensor.data)
@@ -107,11 +107,8 @@ class PartitionedWeights(TorchFunctionMode):
 
     @staticmethod
     def _is_users() -> bool:
-        """Whether neither DeepSpeed nor this package calls."""
-        frame: Any = inspect.currentframe()
-        while frame is not None and frame.f_globals.get("__name__") == __name__:
-            frame = frame.f_back
-        return frame is None or not str(frame.f_globals.get("__name__", "")).startswith(_TRUSTED)
+        """True if neither DeepSpeed nor this package calls."""
+        return not function_caller().startswith(_TRUSTED)
 
 
 def watched_hooks(trainer: Any, weights: PartitionedWeights) -> AbstractContextManager[None]:
