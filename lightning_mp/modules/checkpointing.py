@@ -1,4 +1,4 @@
-"""Activation checkpointing by module: recompute in the backward pass what the plan does not keep."""
+"""Activation checkpointing by module: recompute a module's activations in the backward pass."""
 
 import re
 import threading
@@ -30,80 +30,90 @@ from lightning_mp.modules.patterns import (
 from lightning_mp.numerics.dtypes import default_dtype
 from lightning_mp.policy import Checkpointing
 
-#: What ``mode="selective"`` keeps by default: matrix products and attention, whose recomputation costs the most for
-#: what it saves (the list of torchtitan's distributed/activation_checkpoint.py, for one device).
+#: operators whose results ``mode="selective"`` keeps by default: matrix products and attention.
+#: They cost the most time for the memory saved (torchtitan's distributed/activation_checkpoint.py).
 DEFAULT_SAVE_OPS = (
     *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", *compat.FUSED_ATTENTION),
-    # what the scale of an FP8 product is made of: small, and it takes a pass over the whole tensor
+    # the largest magnitudes for FP8 scales: small, and each takes a pass over a whole tensor
     *("amax", "max.default"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What a checkpointed module needs in its forward."""
+    """The state of a checkpointed module that its forward reads."""
 
+    #: operators whose results are kept; None recomputes all
     save_ops: frozenset[str] | None
     preserve_rng: bool
-    #: it stands for the chosen module above it, where code calls this one and never that one
+    #: True for a module that code may call in place of the chosen module above it
     in_container: bool
-    #: is not empty once a forward of the chosen module, or of what stands for it, was checkpointed
+    #: not empty once the forward of the chosen module, or of one in its place, was checkpointed
     seen: list[bool]
 
 
-#: by thread, as ``on``, whether the forward of a checkpointed module is under way, or is run again
+#: ``on``: True while this thread runs or recomputes the forward of a checkpointed module
 _running = threading.local()
 
 
 class CheckpointedForward(Swapped):
-    """Stores the inputs of a module's forward and runs it again in the backward pass."""
+    """Mix-in of a module that keeps the inputs of its forward, and runs it again in the backward pass."""
 
     lmp_state = ("_lmp_checkpoint", "_lmp_changing")
     _lmp_checkpoint: CheckpointState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, checkpointed wherever gradients are on."""
+        """Run the module's own forward, checkpointed if gradients are on.
+
+        It is not checkpointed again within the chosen module that it may be called in place of.
+
+        Raises:
+            PlanError: in the backward pass, the recomputation fails because of a tensor's size.
+        """
         run, state = cast("Any", super()).forward, self.__dict__.get("_lmp_checkpoint")
         compiling = torch.compiler.is_compiling()
         inside = compiling or getattr(_running, "on", False)
         if state is None or not torch.is_grad_enabled() or (state.in_container and inside):
             return run(*args, **kwargs)
         options: dict[str, Any] = {"preserve_rng_state": state.preserve_rng}
-        if not compiling:  # a compiled graph changes buffers at its end, once
+        if not compiling:  # a compiled graph writes its buffers once, at its end
             run = _WithBuffers(cast("nn.Module", self), run, state.save_ops)
             state.seen[:] = [True]
-            # a stop within the graph of a compiled forward would leave out what Python does after the graph
+            # an early stop within a compiled graph would skip the Python code after the graph
             options["early_stop"] = not compat.is_compiled(cast("nn.Module", self))
         elif state.save_ops is not None:
             options["context_fn"] = partial(_selective_contexts, state.save_ops)
-        # Not the reentrant form: with frozen inputs (LoRA) it computes no gradients at all.
+        # the reentrant form computes no gradients at all with frozen inputs (LoRA)
         return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
 
 
-#: in an error of torch's that says that two tensors do not go together
+#: matches torch's errors about sizes of tensors
 _OF_SIZES = re.compile("size|shape|dimension|out of range|out of bounds")
 #: the name of a module, the key of its buffer, and whether it is training
 _Place = tuple[str, str, bool]
 
 
 class _WithBuffers:
-    """A module's forward, which each recomputation runs with the buffers and the default dtype that it found.
+    """A module's forward, whose recomputations see the buffers, caches and default dtype of the first run.
 
-    Else it would count a batch twice in the statistics of a batch norm, and compute something else where an output
-    depends on a buffer that forward changes (the vectors of a spectral norm, an EMA). Copies are kept of those that
-    changed in the first forward, in training and in evaluation, or in a later one.
+    Otherwise a batch would count twice in a batch norm's statistics. And if an output depends on a
+    buffer that the forward changes (a spectral norm's vectors, an EMA), it would differ.
+
+    The first forward in training, and the first in evaluation, copies all buffers. Later forwards
+    copy only buffers that changed before. A buffer that is found to change later is copied from
+    then on.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], save_ops: frozenset[str] | None) -> None:
         self._run, self._done, self._name = run, False, original_class(module).__name__
-        #: by position or keyword, copies of transformers' caches among the arguments, as they were given
+        #: by position or keyword, copies of transformers' caches among the arguments
         self._caches: dict[int | str, Any] = {}
         self._modes = (nullcontext(), nullcontext()) if save_ops is None else _selective_contexts(save_ops)
-        # a true mode sets the default dtype for the forward alone, and the backward pass runs after it
+        # a true mode sets the default dtype only for the forward, not for the backward pass
         self._dtype = torch.get_default_dtype()
-        #: whether a buffer changes
+        #: True for a buffer that forward changes; kept on the module for its later forwards
         self._changing: dict[_Place, bool] = vars(module).setdefault("_lmp_changing", {})
-        #: the dict that holds each buffer, itself, and how often it was written to
+        #: the dict that holds each buffer, the buffer, and its version counter
         self._before: dict[_Place, tuple[dict[str, Any], Tensor | None, int | None]] = {
             (name, key, part.training): (buffers, tensor, compat.version(tensor))
             for name, part in module.named_modules()
@@ -114,22 +124,22 @@ class _WithBuffers:
         self._copies = {place: _copied(self._before[place][1]) for place in may_change}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, or run it again.
+        """Run the forward at the first call, and recompute it at later calls.
 
         Raises:
-            PlanError: it fails in the recomputation alone.
+            PlanError: a recomputation fails with an error about a tensor's size.
         """
         if not self._done:
             given = dict(enumerate(args)) | kwargs
             self._caches = {key: copied_cache(value) for key, value in given.items() if is_cache(value)}
             with self._first(), _under_way(), self._modes[0]:
                 return self._run(*args, **kwargs)
-        # a cache has grown since: what is computed again finds it as it was
+        # caches have grown since the first run, so the recomputation is given copies
         caches = {key: copied_cache(value) for key, value in self._caches.items()}
         args = tuple(caches.get(index, value) for index, value in enumerate(args))
         kwargs = {key: caches.get(key, value) for key, value in kwargs.items()}
         try:
-            # the mode is the inner one: it allows no operator again that the forward had not
+            # the selective mode is innermost: it refuses operators that the forward did not have
             with self._again(), _under_way(), self._modes[1]:
                 return self._run(*args, **kwargs)
         except RuntimeError as error:
@@ -142,7 +152,7 @@ class _WithBuffers:
 
     @contextmanager
     def _first(self) -> Generator[None, None, None]:
-        """Around the forward: in the end, let go of the copies of what it left as it was."""
+        """Around the first run: at the end, drop the copies of buffers that it did not change."""
         yield
         self._done = True
         for place, (buffers, old, version) in self._before.items():
@@ -155,7 +165,11 @@ class _WithBuffers:
 
     @contextmanager
     def _again(self) -> Generator[None, None, None]:
-        """Around each recomputation: other tensors, since writing to those there would spoil what autograd saved."""
+        """Around each recomputation: put copies of the first run's buffers in place, and undo it at the end.
+
+        The copies are new tensors, because a write to the present buffers would invalidate tensors
+        that autograd saved.
+        """
         now = {place: buffers.get(place[1]) for place, (buffers, _, _) in self._before.items()}
         for place, (buffers, old, _) in self._before.items():
             buffers[place[1]] = _copied(self._copies[place]) if place in self._copies else old
@@ -188,7 +202,15 @@ def _selective_contexts(save_ops: frozenset[str]) -> tuple[Any, Any]:
 
 
 def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Module]:
-    """The modules that ``config`` checkpoints, the outermost of nested matches, in definition order; change nothing."""
+    """Return the modules that ``config`` checkpoints, in definition order. Nothing is changed.
+
+    Only the outermost of nested matches is returned. A match without a forward, such as a
+    ModuleList, stands for the modules in it. With ``config.every`` = n, only every n-th module is
+    returned, the first included.
+
+    A fault is added if a pattern matches nothing that is called, a name in ``save_ops`` is no
+    operator, or a class cannot be swapped.
+    """
     index_of, _ = covering(root, config.patterns, "checkpointing pattern", faults)
     known = dir(torch.ops.aten) + list(DEFAULT_SAVE_OPS)
     for name in config.save_ops or ():
@@ -207,7 +229,10 @@ def select(root: nn.Module, config: Checkpointing, faults: Faults) -> list[nn.Mo
 
 
 def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) -> ExitStack:
-    """Checkpoint ``modules`` in place, with transformers' caches off; closing the result undoes all of it."""
+    """Checkpoint ``modules`` in place, and set ``use_cache`` to False in transformers' configs.
+
+    Closing the returned stack undoes both.
+    """
     applied = ExitStack()
     ops = config.save_ops or DEFAULT_SAVE_OPS
     names = None if config.mode == "full" else frozenset(chain.from_iterable(map(_overloads, ops)))
@@ -225,7 +250,10 @@ def apply(root: nn.Module, modules: Iterable[nn.Module], config: Checkpointing) 
 
 
 def _standing_for(module: nn.Module) -> Iterator[nn.Module]:
-    """What code may call instead of a chosen module: it iterates over a Sequential, or calls another method."""
+    """Yield the modules that code may call in place of a chosen module.
+
+    Code may iterate over a Sequential, or call a method of the module that is not its forward.
+    """
     yield from called_in(module, through_sequential=True)
     for child in module.children():
         yield from called_in(child)
@@ -233,20 +261,20 @@ def _standing_for(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def kept_after_all(root: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
-    """Return the names of those of ``modules`` that have gradients, and of which no forward was checkpointed."""
+    """Return the names of ``modules`` with gradients whose forward was never checkpointed."""
     names = {module: name for name, module in root.named_modules()}
     kept = list[str]()
     for module in modules:
         state: CheckpointState | None = vars(module).get("_lmp_checkpoint")
         trained = any(parameter.grad is not None for parameter in module.parameters())
-        # a stage of a pipeline has lost the modules of the others
+        # a pipeline's stage lacks the modules of the other stages
         if state is not None and not state.seen and trained and module in names:
             kept.append(names[module])
     return kept
 
 
 def _without_cache(root: nn.Module, applied: ExitStack) -> None:
-    """Key-value caches are filled again by the recomputation, and would be filled twice."""
+    """Set ``use_cache`` to False in all configs below ``root``, since a recomputation would fill caches twice."""
     for module in root.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
@@ -255,7 +283,10 @@ def _without_cache(root: nn.Module, applied: ExitStack) -> None:
 
 
 def _overloads(name: str) -> list[str]:
-    """``"mm"``, ``"aten.mm"`` or ``"aten.mm.default"`` → the full names of the overloads it means."""
+    """Return the full names of the overloads of ``"mm"``, ``"aten.mm"`` or ``"aten.mm.default"``.
+
+    The list is empty if aten has no such operator.
+    """
     parts = name.replace("::", ".").removeprefix("aten.").split(".")
     packet = getattr(torch.ops.aten, parts[0], None)
     if not isinstance(packet, compat.OpOverloadPacket):

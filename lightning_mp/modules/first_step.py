@@ -1,6 +1,6 @@
-"""What the first step of a run is refused for: weights that are computed with past their pin, or past autocast's cast.
+"""Checks in the first step: a weight is used only in the dtype that its pin, or autocast, gives it.
 
-Operators are seen below autocast, so that every function counts. Compiled graphs are not looked into.
+The checks see each operator after autocast has cast its inputs. Compiled graphs are not checked.
 """
 
 import re
@@ -23,11 +23,11 @@ from lightning_mp.modules.patterns import has_own_forward
 from lightning_mp.modules.pins import PinnedModule, in_pinned_forward, is_pinned
 from lightning_mp.numerics.dtypes import HALF, dtype_name, floating_in, to_torch
 
-#: set on what comes from a pinned weight: where it comes from; and on what it was cast to: that, and in which call
+#: attributes of a tensor: the pinned weight behind it; the weight it was cast from, and the call
 _SOURCE, _CAST = "lmp_pin_source", "lmp_pin_cast"
-#: set on views of a weight that is gathered in half precision, to its name
+#: attribute of views of a weight that is gathered in half precision: the weight's name
 _PART_OF = "lmp_part_of"
-#: what has the same values in another place
+#: operators whose result has the values of their inputs
 _COPIES = frozenset(("clone", "_to_copy", "_unsafe_view", "cat", "stack", "repeat"))
 _CLASH = re.compile("dtype|scalar ?type|same type|should be the same", re.IGNORECASE)
 
@@ -36,25 +36,26 @@ class _Source(NamedTuple):
     member: PinnedModule
     #: the name of the weight in it
     key: str
-    #: it is the weight, or a view or copy of it, and not what was computed with it
+    #: True for the weight, its views and copies; False for results computed with it
     whole: bool
 
 
 class FirstStep(TorchDispatchMode):
-    """Around the forward pass of a first step: follows weights through the operators, as autocast hands them on.
+    """A dispatch mode around the forward pass of a first step, which follows weights through operators.
 
-    ``halves`` names fp32 weights that hold values of ``compute``, by id.
+    ``compute`` is autocast's dtype. ``halves`` maps the ``id`` of an fp32 weight to its name, if
+    the weight's values are of ``compute``.
 
     Raises:
-        PlanError: a pinned weight runs in another dtype outside of its module, a pin is why two dtypes clash, or
-            something needs the fp32 values of one of ``halves``.
+        PlanError: a pinned weight is used in another dtype outside of its module, an operator fails
+            because of a pin's dtype, or an operator needs the fp32 values of one of ``halves``.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Have dynamo compile as if this mode were not there."""
+        """Return True: dynamo compiles as if this mode were not active."""
         return True
 
     def __init__(
@@ -62,14 +63,17 @@ class FirstStep(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._root, self._members, self._compute, self._half_values = root, members, compute, halves
-        #: by ``id`` of every parameter that was met; those of sharded modules are made in their forward
+        #: by ``id`` of each parameter met; sharded modules create parameters in their forward
         self._known: dict[int, _Source | None] = {}
-        #: those parameters, so that no other one gets their ``id``
+        #: those parameters, held so that no other one gets their ``id``
         self._met: dict[int, nn.Parameter] = {}
         self._calls = _Calls()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, with a look at what it is given and what comes out."""
+        """Return the operator's result, after checks of its inputs and its result.
+
+        Operators in a backward pass, and higher-order operators, are not checked.
+        """
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or in_backward():
             return func(*args, **kwargs)
@@ -118,7 +122,11 @@ class FirstStep(TorchDispatchMode):
         return self._known[id(tensor)]
 
     def _follow(self, given: list[Tensor], sources: dict[int, _Source], made: list[Tensor], *, moves: bool) -> None:
-        """Note of what was made that it comes from a pinned weight, where it has its dtype from there."""
+        """Mark each result that has its dtype from a pinned weight.
+
+        It has the pin's dtype. It was made in a pinned forward, or is a view or copy of weights
+        alone, or all inputs of its dtype come from pinned weights.
+        """
         source, inside = next(iter(sources.values())), in_pinned_forward()
         weights = (sources[id(one)].whole if id(one) in sources else isinstance(one, nn.Parameter) for one in given)
         whole = moves and not inside and all(weights)
@@ -129,7 +137,7 @@ class FirstStep(TorchDispatchMode):
                 setattr(tensor, _SOURCE, source._replace(whole=whole))
 
     def _follow_cast(self, given: list[Tensor], made: list[Tensor], name: str) -> None:
-        """Note a cast of a weight to a half format, and in which call of a function it was made."""
+        """Mark results that are a pinned weight's values in another half format, with the call that cast it."""
         cast = next((noted for tensor in given if (noted := getattr(tensor, _CAST, None)) is not None), None)
         source = self._source(given[0]) if given and name == "_to_copy" else None
         if source is not None and source.whole and not in_pinned_forward() and source.member.pin.dtype != self._compute:
@@ -141,18 +149,22 @@ class FirstStep(TorchDispatchMode):
                 setattr(tensor, _CAST, cast)
 
     def _refuse_past_pin(self, given: list[Tensor], name: str) -> None:
-        """Raise where a weight is computed with in the call that cast it: what users cast themselves they mean."""
+        """Raise PlanError if autocast cast a pinned weight for this operator, outside of its module.
+
+        Autocast's cast and the operator have the same place in the caller's code. A cast that the
+        user wrote has a place of its own, and is intended.
+        """
         for tensor in given:
             source, call = getattr(tensor, _CAST, (None, None))
             if source is None or call != self._calls.current() or _in_pinned_call():
                 continue
-            # a table of learned queries may be what is multiplied, and is cast as any activation is
+            # a table of learned queries may be multiplied by a layer, and is cast as any activation
             factors = [other for other in given if other.ndim > 1]
             if multiplies(source.member.module) or not factors or factors[0] is not tensor:
                 raise _past_pin(source, f"in {dtype_name(tensor.dtype)}", name)
 
     def _explain_clash(self, error: RuntimeError, given: list[Tensor], sources: dict[int, _Source], name: str) -> None:
-        """Raise where a pin is why two dtypes do not go together."""
+        """Raise PlanError from ``error`` if inputs of different dtypes clash, and one has a pin's dtype."""
         known = ((tensor, sources[id(tensor)]) for tensor in given if id(tensor) in sources)
         pinned = [source for tensor, source in known if tensor.dtype == to_torch(source.member.pin.dtype)]
         dtypes = [dtype_name(tensor.dtype) for tensor in given]
@@ -171,7 +183,8 @@ class FirstStep(TorchDispatchMode):
 
 def _past_pin(source: _Source, how: str, name: str) -> PlanError:
     member = source.member
-    call = f"call {member.name!r} there, " if has_own_forward(member.module) else ""  # a ParameterDict has none
+    # a ParameterDict has no forward
+    call = f"call {member.name!r} there, " if has_own_forward(member.module) else ""
     return PlanError.of(
         f"{member.name}.{source.key} is pinned to {member.pin.dtype} ({member.pin.pattern!r}), and something "
         f"outside of that module's forward computes with it {how} ({name}{users_line()})",
@@ -180,19 +193,23 @@ def _past_pin(source: _Source, how: str, name: str) -> PlanError:
 
 
 class _Calls:
-    """Tells calls of Python functions apart. The ``id`` of a frame does not: the next call may get the same one.
+    """Numbers for the running calls of Python functions.
 
-    A frame is held while its call runs, so that no other frame has its ``id``. Finished ones are let go of with the
-    next operator, because a frame holds the activations among its variables.
+    The ``id`` of a frame is no such number, because a later frame may have the same. A frame is
+    held while its call runs. Frames of finished calls are released at the next operator, because
+    a frame holds the activations among its variables.
     """
 
     def __init__(self) -> None:
-        #: the frames in which a weight was cast, by a number of their own
+        #: the frames in which a weight was cast, by number
         self._frames: dict[int, FrameType] = {}
         self._count = 0
 
     def current(self) -> tuple[int, int] | None:
-        """Return a number of the call in which the operator at hand is called, and where in its code; or None."""
+        """Return the number of the call that runs the current operator, and the position in its code.
+
+        Return ``None`` if no Python frame calls it, as in a thread of the autograd engine.
+        """
         frame = outside_of_dispatch_modes(calling_frame(__file__))
         if frame is None:
             return None
@@ -204,7 +221,7 @@ class _Calls:
         return number, frame.f_lasti
 
     def forget_finished(self) -> None:
-        """Let go of the frames of calls that are over."""
+        """Release the frames of calls that have ended."""
         if not self._frames:
             return
         running = set[int]()
@@ -216,7 +233,7 @@ class _Calls:
 
 
 def _in_pinned_call() -> bool:
-    """Whether a pinned module is being called, as in its own hooks (``spectral_norm``, ``weight_norm``)."""
+    """True if a pinned module is being called, its hooks included (``spectral_norm``, ``weight_norm``)."""
     frame = calling_frame(__file__)
     while frame is not None:
         own = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Linear layers whose products run in FP8: which they are, with a reason for each that is not, and how they run."""
+"""Choose the Linear layers whose products run in FP8, with a reason for each other one, and run them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from lightning_mp.policy import FP8
 
 @dataclass(frozen=True, slots=True)
 class FP8Layer:
-    """A Linear or Conv1D, or the 3-D weight of experts: whether its products run in FP8, and why not.
+    """A Linear, a Conv1D, or the 3-D weight of experts, and the reason if it does not run in FP8.
 
-    ``reason`` is ``None`` where they do, else one of ``shape`` (a dimension that is no multiple of 16, or of 32 under
-    MXFP8), ``size`` (too small to pay), ``skip``, ``pinned``, ``tied``, ``frozen``, ``adapter``, ``kind`` (no plain
-    Linear, or experts); ``shape`` is the weight's.
+    ``reason`` is ``None`` for a converted layer. The reasons are ``shape`` (a dimension is no
+    multiple of 16, or of 32 under MXFP8), ``size`` (too small to be faster), ``skip``, ``pinned``,
+    ``tied``, ``frozen``, ``adapter`` and ``kind`` (no plain Linear, or experts). The field
+    ``shape`` is the weight's.
     """
 
     name: str
@@ -45,10 +46,10 @@ class FP8Layer:
 
 
 def pays(recipe: str, out: int, into: int) -> bool:
-    """Whether a product of ``into`` to ``out`` features is faster in FP8 than in bf16 on an H100, by torchao's rule.
+    """True if a product of ``into`` to ``out`` features is faster in FP8 than in bf16 on an H100.
 
-    ``torchao.float8.float8_linear_utils._auto_filter_for_recipe``; it has none for ``rowwise_gw_hp`` and MXFP8, for
-    which that of rowwise stands.
+    The rule is torchao's, ``torchao.float8.float8_linear_utils._auto_filter_for_recipe``. torchao
+    has no rule for ``rowwise_gw_hp`` and MXFP8, for which the rule for rowwise is used.
     """
     if recipe == "tensorwise":
         return into > 4096 or out > 1024
@@ -58,8 +59,13 @@ def pays(recipe: str, out: int, into: int) -> bool:
 def select(
     root: nn.Module, rule: FP8, pinned: Iterable[nn.Module], faults: Faults
 ) -> tuple[list[FP8Layer], list[nn.Module]]:
-    """Every Linear, Conv1D and weight of experts below ``root``, once, and the modules to convert; changes nothing."""
-    usual = (*FP8().patterns, *FP8().skip)  # a model need not have a head of that name
+    """Return all layers below ``root``, and the modules to convert. Nothing is changed.
+
+    The layers are each Linear, Conv1D and weight of experts, once; ``root`` itself is left out. A
+    fault is added for a pattern of the user's that matches no module, and if no layer can be
+    converted.
+    """
+    usual = (*FP8().patterns, *FP8().skip)  # a model may lack a module of that name
     wanted, _ = covering(root, rule.patterns, "fp8 pattern", faults, usual)
     skipped, _ = covering(root, rule.skip, "fp8 pattern", faults, usual)
     pins, adapters = {id(module) for module in pinned}, _adapters(root)
@@ -72,7 +78,7 @@ def select(
             layers += [FP8Layer(f"{name}.{key}", False, "kind", shape) for key, shape in _experts(module) if name]
             continue
         weight = cast("nn.Parameter", module.weight)
-        # also where this rank holds a part of it
+        # a sharded weight has another shape on this rank, so the module's own sizes count
         shape = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else tuple(weight.shape)
         reasons = (
             ("kind", not is_plain_linear(module)),
@@ -101,7 +107,11 @@ def select(
 
 
 def _experts(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a module's own matrices, one an expert: no kernel, nor rows added to every batch."""
+    """Return names and shapes of the module's own 3-D parameters, which hold a matrix for each expert.
+
+    Parameters of torch.nn's classes (convolution kernels) are left out, and parameters with a
+    dimension of 1 (rows that are added to every batch).
+    """
     if original_class(module).__module__.startswith("torch.nn."):
         return []
     own = {key: weight for key, weight in module.named_parameters(recurse=False) if not is_lazy(weight)}
@@ -109,7 +119,7 @@ def _experts(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _adapters(root: nn.Module) -> set[int]:
-    """``id`` of the modules in which peft's layers (``BaseTunerLayer``) keep what they add."""
+    """Return ``id`` of the modules of adapters in peft's layers (``BaseTunerLayer``)."""
     names = ((module, getattr(module, "adapter_layer_names", None) or ()) for module in root.modules())
     added = (getattr(module, name, None) for module, own in names for name in own)
     return {id(part) for module in added if isinstance(module, nn.Module) for part in module.modules()}
@@ -119,7 +129,10 @@ def _adapters(root: nn.Module) -> set[int]:
 
 
 def table(layers: Iterable[FP8Layer]) -> list[str]:
-    """A line for each form of layer: ``2 x model.layers.*.mlp.up_proj (256, 64): size``; names differ by index."""
+    """Return a line for each form of layer, such as ``2 x model.layers.*.mlp.up_proj (256, 64): size``.
+
+    Layers are of one form if their names differ only in indices, and shape and reason are equal.
+    """
     forms = ((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name), layer.shape, layer.reason or "fp8") for layer in layers)
     return [
         f"{f'{count} x ' if count > 1 else ''}{form} {shape}: {reason}"
@@ -128,16 +141,16 @@ def table(layers: Iterable[FP8Layer]) -> list[str]:
 
 
 def summary(layers: Sequence[FP8Layer]) -> str:
-    """``12 of 14 layers in fp8; left: 1 size, 1 skip``."""
+    """Return text such as ``12 of 14 layers in fp8; left in bf16: 1 size, 1 skip``."""
     reasons = [layer.reason for layer in layers if layer.reason]
     left = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
     converted = f"{len(layers) - len(reasons)} of {counted(len(layers), 'layer')} in fp8"
     return f"{converted}; left in bf16: {left}" if left else converted
 
 
-# ------------------------------------------------------------------ what a layer's scales follow from
+# ------------------------------------------------------------------ largest magnitudes
 
-#: what a converted layer rounds to FP8: its input, its weight, and the gradient of its output
+#: the tensors that a converted layer rounds to FP8; ``gradient`` is of its output
 Role = Literal["input", "weight", "gradient"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -167,14 +180,14 @@ class Magnitudes:
             output.register_hook(lambda gradient: self._add(module, "gradient", gradient))
 
     def _add(self, module: nn.Module, role: Role, tensor: Tensor) -> None:
-        if not self.active:  # a gradient of a step that is over
+        if not self.active:  # a late gradient of an earlier step
             return
         largest = largest_magnitude(tensor)
         before = self._largest.get((module, role))
         self._largest[module, role] = largest if before is None else torch.maximum(before, largest)
 
     def take(self) -> dict[tuple[nn.Module, Role], Tensor]:
-        """Stop, and return the largest magnitude by module and role; nothing is left."""
+        """Stop collecting, return the largest magnitudes by module and role, and clear them."""
         self.active = False
         largest, self._largest = self._largest, {}
         return largest
@@ -185,15 +198,15 @@ class Magnitudes:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What a converted layer needs in its forward; one for a run, shared by its layers and their copies."""
+    """The state that a run's converted layers share, copies of the layers included. A pickle holds ``None``."""
 
     recipe: str
     product: torchao.Product
-    #: what the number of rows is padded to
+    #: the number of rows is padded to a multiple of this
     multiple: int
     dtype: torch.dtype
     device_type: str
-    #: what has the stage of the Trainer's run as ``stage``, and that of training; ``None`` where there is no Trainer
+    #: an object with the Trainer's ``stage``, and the stage of training, or None without a Trainer
     stages: tuple[Any, Any] | None
     evaluate: bool
     magnitudes: Magnitudes = field(default_factory=Magnitudes)
@@ -202,10 +215,14 @@ class Running:
         return self
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # what is pickled trains in no run, and must not need torchao
+        return type(None), ()  # a pickled module belongs to no run, and must not need torchao
 
     def now(self) -> bool:
-        """Whether products run in FP8: in training, where autocast would run them in half precision."""
+        """True if products run in FP8 now.
+
+        Autocast must be on, and the Trainer in its training stage. Without a Trainer gradients must
+        be on. With ``evaluate``, autocast is enough.
+        """
         if not torch.is_autocast_enabled(self.device_type):
             return False
         if self.stages is None:
@@ -215,25 +232,29 @@ class Running:
 
 
 class FP8Forward(Swapped):
-    """Multiplies in FP8 where the plan trains, and is the Linear that it was everywhere else."""
+    """Mix-in of a Linear that multiplies in FP8 while the plan trains. At other times it is unchanged."""
 
     lmp_state = ("_lmp_fp8",)
     _lmp_fp8: Running
 
     def forward(self, input: Tensor) -> Tensor:
-        """Rows (..., in) to (..., out) in the dtype of autocast."""
+        """Return the product in autocast's dtype, of shape (..., out) for ``input`` of shape (..., in).
+
+        The product is a Linear's usual one if FP8 is off now, the weight is frozen, or ``input`` is
+        empty.
+        """
         running = self.__dict__.get("_lmp_fp8")
         module = cast("nn.Linear", self)
-        # A frozen weight would cost its gradient all the same, and the largest entry of nothing is not defined.
+        # FP8 would compute a frozen weight's gradient too, and an empty tensor has no largest entry
         if running is None or not running.now() or not module.weight.requires_grad or not input.numel():
-            if torchao.holds_fp8(module.weight):  # it was gathered so
+            if torchao.holds_fp8(module.weight):  # FSDP2 gathered it in FP8
                 return nn.functional.linear(input, torchao.restored(module.weight), module.bias)
             return cast("Any", super()).forward(input)
         rows = input.to(running.dtype).reshape(-1, input.shape[-1])
         count = rows.shape[0]
-        if count % running.multiple:  # the tokens are what the gradient of the weight sums over
+        if count % running.multiple:  # the weight's gradient is a product over the rows
             rows = nn.functional.pad(rows, (0, 0, 0, -count % running.multiple))
-        # torchao looks at CUDA's autocast alone, and its tensors do not know the operators of inference mode.
+        # torchao only regards CUDA's autocast, and its tensors lack the operators of inference mode
         with torch.autocast(running.device_type, enabled=False), _no_inference_mode():
             output = running.product(rows, module.weight.t())[:count]
             if not torch.compiler.is_compiling() and running.magnitudes.active and torch.is_grad_enabled():
@@ -253,12 +274,12 @@ def _no_inference_mode() -> Generator[None, None, None]:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether a run has it multiply in FP8."""
+    """True if a plan converted the module to FP8 products and the run is not over."""
     return module.__dict__.get("_lmp_fp8") is not None
 
 
 def converted(root: nn.Module) -> tuple[dict[str, nn.Module], Running | None]:
-    """Return the converted layers below ``root`` by name, and what they share; ``None`` without any."""
+    """Return the converted layers below ``root`` by name, and their shared state, ``None`` without layers."""
     layers = {name: module for name, module in root.named_modules() if is_converted(module)}
     shared = next((module.__dict__["_lmp_fp8"] for module in layers.values()), None)
     return layers, shared
@@ -267,7 +288,11 @@ def converted(root: nn.Module) -> tuple[dict[str, nn.Module], Running | None]:
 def apply(
     modules: Iterable[nn.Module], rule: FP8, dtype: torch.dtype, device_type: str, stages: tuple[Any, Any] | None = None
 ) -> Callable[[], None]:
-    """Convert in place, and return what undoes it; parameters stay what they are. ``dtype`` is autocast's."""
+    """Convert ``modules`` in place, and return a function that undoes it.
+
+    Parameters are unchanged. ``dtype`` is autocast's. ``stages`` are the fields of
+    :class:`Running`.
+    """
     product = torchao.product(rule.recipe, emulate=rule.emulate)
     running = Running(rule.recipe, product, rule.multiple, dtype, device_type, stages, rule.evaluate == "fp8")
     return swap_all(modules, FP8Forward, _lmp_fp8=running)

@@ -1,4 +1,4 @@
-"""LSTMs on a CPU whose oneDNN has none in the dtype of autocast: which ones, and a sentence for the one that is run."""
+"""LSTMs on a CPU whose oneDNN has no LSTM in autocast's dtype: find them, and explain torch's error."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from lightning_mp.compat.torch import cpu_has_lstm, without_onednn
 from lightning_mp.errors import PlanError
 from lightning_mp.modules.patterns import Swapped, swap_all
 
-#: what to write instead
+#: the advice for such an LSTM
 FIX = "pin it: pins={'LSTM': 'fp32'}"
 
 
 class LSTMWithoutKernel(Swapped):
-    """An LSTM that oneDNN has no kernel for: a packed input runs without oneDNN, another one is refused in a sentence.
+    """Mix-in of an LSTM for which oneDNN has no kernel.
 
-    torch takes oneDNN for a packed input only if all its sequences have one length, as in a batch by chance.
+    A packed input runs without oneDNN, because torch uses oneDNN for it only if all its sequences
+    happen to have one length. For another input torch's error is explained.
     """
 
     lmp_state = ("_lmp_lstm",)
-    #: its name, and the dtype of autocast
+    #: the module's name, and autocast's dtype
     _lmp_lstm: tuple[str, str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward.
 
         Raises:
-            PlanError: oneDNN has no kernel for it.
+            PlanError: oneDNN has no kernel for the call.
         """
         run, about = cast("Any", super()).forward, self.__dict__.get("_lmp_lstm")
         packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)
@@ -46,15 +47,16 @@ class LSTMWithoutKernel(Swapped):
 
 
 def problem(name: str, dtype: str) -> str:
-    """Return what is wrong with the LSTM ``name``, as an error says it."""
+    """Return the problem with the LSTM ``name`` as an error's text."""
     return f"nn.LSTM {name!r} in {dtype} on this CPU, whose oneDNN has none for inputs that are not packed"
 
 
 def without_kernel(root: nn.Module, dtype: torch.dtype, pinned: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Return the LSTMs below ``root`` that autocast to ``dtype`` on this CPU may not run, by name, less the ``pinned``.
+    """Return the LSTMs below ``root`` that may fail under autocast to ``dtype`` on this CPU, by name.
 
-    A packed input takes another way, and nobody knows before the forward whether it is packed. So does an LSTM with
-    projections, which is left out.
+    They run with packed inputs, which are only known in the forward. LSTMs with projections are
+    left out, because torch runs them without oneDNN, and so are ``pinned`` modules. If oneDNN has
+    an LSTM in ``dtype``, the result is empty.
     """
     if cpu_has_lstm(dtype):
         return {}
@@ -67,7 +69,10 @@ def without_kernel(root: nn.Module, dtype: torch.dtype, pinned: Iterable[nn.Modu
 
 
 def apply(named: dict[str, nn.Module], dtype: str) -> Callable[[], None]:
-    """Have each of ``named`` explain itself, in place; calling the result undoes it."""
+    """Let each LSTM of ``named`` explain its error, in place, and return a function that undoes it.
+
+    ``dtype`` is the name of autocast's dtype.
+    """
     undo = [swap_all([module], LSTMWithoutKernel, _lmp_lstm=(name, dtype)) for name, module in named.items()]
 
     def undo_all() -> None:

@@ -1,4 +1,4 @@
-"""Which modules a pattern means, by name and class, and the swap of a class that changes what a module does."""
+"""Match patterns to modules by name and class, and swap a module's class to change its forward."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from lightning_mp.compat.torch import WRAPPERS
 from lightning_mp.errors import Faults, did_you_mean
 from lightning_mp.numerics.dtypes import is_plain
 
-#: the word for every normalization; also a pattern like any other
+#: the pattern for every normalization layer
 NORMS = "norms"
-#: in the name of a class: not those that normalize weights, as weight_norm does, or inputs, as transforms do
+#: matches the class name of a norm; weight_norm normalizes weights, and transforms normalize inputs
 _NORM = re.compile(r"(?<!Weight)(?<!Spectral)Norm(?!aliz)")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether the module is a LayerNorm, BatchNorm, GroupNorm or RMSNorm of any class: one that only normalizes."""
+    """True if the module is a LayerNorm, BatchNorm, GroupNorm or RMSNorm of any class.
+
+    Its class's name decides. Outside of torch.nn it must have tensors of its own. Every
+    child must be a norm too, or have no parameters.
+    """
     cls = original_class(module)
     owns = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     if not (owns or cls.__module__.startswith("torch.nn.")) or not any(_NORM.search(c.__name__) for c in cls.__mro__):
@@ -36,16 +40,23 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling it is what computes with its weight, one of torch's own, and as ``nn.Linear`` does."""
+    """True if the module's forward is ``nn.Linear``'s, and its weight an ordinary or sharded tensor.
+
+    A forward that was set on the instance, and an attention's output projection, do not qualify.
+    """
     cls, weight = original_class(module), cast("nn.Parameter", getattr(module, "weight", None))
-    # an attention reads the weight of its output projection without calling it
+    # MultiheadAttention reads the weight of its output projection without calling the module
     if cls.forward is not nn.Linear.forward or issubclass(cls, NonDynamicallyQuantizableLinear) or is_lazy(weight):
         return False
     return "forward" not in vars(module) and (is_plain(weight) or hasattr(weight, "to_local"))
 
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
-    """Whether ``pattern`` means the module: ``norms``, or fnmatch of its class, its name or a dotted suffix of it."""
+    """True if ``pattern`` matches the module.
+
+    It is ``norms``, or matches by fnmatch the class's name, the module's name, or a suffix of the
+    module's name that begins after a dot.
+    """
     if pattern == NORMS and is_norm(module):
         return True
     parts, cls = name.split("."), original_class(module).__name__
@@ -56,7 +67,7 @@ def matches(pattern: str, name: str, module: nn.Module) -> bool:
 
 
 def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module below ``root`` under every one of its names, in definition order."""
+    """Yield every module below ``root`` in definition order; a shared module once for each of its names."""
     for name, module in root.named_modules(remove_duplicate=False):
         if name:
             yield name, module
@@ -67,7 +78,7 @@ Place = tuple[str, nn.Module, str]
 
 
 def owners(root: nn.Module) -> dict[int, list[Place]]:
-    """``id`` of every parameter → all places it is reached by, those of the root itself under the name ``""``."""
+    """Return all places of each parameter by its ``id``. The root's own name is ``""``."""
     places: dict[int, list[Place]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -76,7 +87,7 @@ def owners(root: nn.Module) -> dict[int, list[Place]]:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether calling the module means anything; a ``ModuleList`` only holds others."""
+    """True if the module defines a forward. A ``ModuleList`` does not."""
     return _forward(module) is not nn.Module.forward
 
 
@@ -85,7 +96,10 @@ def _forward(module: nn.Module) -> Any:
 
 
 def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterator[nn.Module]:
-    """What has a forward: the module, else the outermost below it; of a ``Sequential``, what is in it, where asked."""
+    """Yield the module if it has a forward, else the outermost modules below it that have one.
+
+    With ``through_sequential``, a ``Sequential`` counts as if it had no forward.
+    """
     if has_own_forward(module) and not (through_sequential and _forward(module) is nn.Sequential.forward):
         yield module
         return
@@ -94,7 +108,11 @@ def called_in(module: nn.Module, *, through_sequential: bool = False) -> Iterato
 
 
 def check_changeable(name: str, module: nn.Module, what: str, faults: Faults) -> None:
-    """Note why the class of ``module`` cannot be swapped: compiled by ``torch.jit``, or its parameters are lazy."""
+    """Add a fault if the class of ``module`` cannot be swapped.
+
+    It cannot if ``torch.jit`` compiled it, or its parameters or buffers are lazy. ``what`` names
+    the option in the message.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         faults.add(f"{what} on {name!r}, which torch.jit compiled", fix="leave it out, or script it after training")
     elif any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
@@ -104,9 +122,11 @@ def check_changeable(name: str, module: nn.Module, what: str, faults: Faults) ->
 def covering(
     root: nn.Module, patterns: Sequence[str], what: str, faults: Faults, may_miss: Sequence[str] = ()
 ) -> tuple[dict[str, int], set[int]]:
-    """Module name → index of the first pattern that matches it or something above it; and which match anything.
+    """Return the index of the pattern that covers each module, by name, and the indices that match any.
 
-    Those that match nothing are noted as ``what``, but for what ``may_miss``: a kind, or what is usual in a model.
+    A module is covered by the first pattern that matches it or a module above it. Modules that no
+    pattern covers are left out. A fault is added for each pattern that matches no module, except
+    for those in ``may_miss``. ``what`` names the option in the message.
     """
     index_of, matched = dict[str, int](), set[int]()
     for name, module in named_submodules(root):
@@ -123,7 +143,7 @@ def covering(
 
 
 def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
-    """Note that ``pattern`` matches nothing in ``root``, with the names most like it."""
+    """Add a fault: ``pattern`` matches no module below ``root``. The fix names similar modules."""
     words = dict.fromkeys(
         word
         for name, module in named_submodules(root)
@@ -135,47 +155,48 @@ def no_match(pattern: str, root: nn.Module, what: str, faults: Faults) -> None:
 
 
 def plain_name(name: str) -> str:
-    """``name`` without the parts that FSDP, ``torch.compile``, Fabric and checkpoint wrappers put into it."""
+    """Return ``name`` without the parts that FSDP, ``torch.compile``, Fabric and checkpoint wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-# ------------------------------------------------------------------ the swap of a class
+# ------------------------------------------------------------------ swapping a class
 
-# The instance is given a subclass: names, ties, deepcopy, pickle and compile keep working. A hook cannot enter a
-# context for the forward and be compiled; a patched ``.forward`` stays bound to the original after ``deepcopy``; a
-# wrapper module changes parameter names.
+# The instance's class becomes a subclass: names, ties, deepcopy, pickle and compile keep working.
+# A hook that enters a context for the forward cannot be compiled. A patched ``.forward`` stays
+# bound to the original after ``deepcopy``. A wrapper module changes parameter names.
 
 
 class Swapped:
-    """Mix-in of every swapped class: it looks like its base, and pickles as base plus mix-in."""
+    """The base of all mix-ins. A swapped class has its base's name, and pickles as base plus mix-ins."""
 
-    #: what was swapped in, innermost first, over which class
+    #: the mix-ins, innermost first, and the original class
     lmp_mixins: tuple[type[Swapped], ...]
     lmp_base: type[nn.Module]
-    #: attributes of the instance that go with the mix-in
+    #: attributes of the instance that ``swap_out`` removes with the mix-in
     lmp_state: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, innermost: what was set on the instance, as Liger does, else its class's."""
+        """Run the forward that was set on the instance, as Liger does, else the original class's."""
         own = self.__dict__.get("_lmp_forward")
         return cast("Any", super()).forward(*args, **kwargs) if own is None else own(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made at run time and cannot be found by name: rebuild it from those that can.
+        # pickle finds no class that was made at run time, so it is rebuilt from its parts
         return _rebuild, _layers(type(self)), cast("Any", super().__reduce_ex__(2))[2]
 
 
 def _anchor(base: type[nn.Module]) -> tuple[type, ...]:
-    """What comes first among the bases of a class over ``base``, for an instance of ``base`` to change to it.
+    """Return the first bases of a subclass of ``base``, so that an instance's ``__class__`` may become it.
 
-    CPython compares where the instances' ``__dict__`` comes from: ``class Net(ABC, nn.Module)``, or ``Generic[T]``, has
-    one of its own, below a class that has none.
+    CPython allows the change only if both classes get the instance's ``__dict__`` from the same
+    place. In ``class Net(ABC, nn.Module)``, or with ``Generic[T]``, the first base has no
+    ``__dict__``, and a new subclass of it has to come first. For other classes the result is empty.
     """
     root: type = base
     while root.__base__ is not None and root.__base__.__dictoffset__:
         root = root.__base__
     above: Any = root.__base__
-    # Generic takes no subclass that does not name its parameters
+    # Generic refuses a subclass without __orig_bases__
     return () if above is object else (type(above)("Anchor", (above,), {"__orig_bases__": ()}),)
 
 
@@ -184,7 +205,7 @@ def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Modul
     forward, (layers, original) = cast("FunctionType", mixin.forward), _layers(base)
     own = FunctionType(forward.__code__, forward.__globals__, closure=forward.__closure__)
     namespace = {
-        "forward": wraps(base.forward)(own),  # code that inspects the signature sees the module's own
+        "forward": wraps(base.forward)(own),  # so that inspect shows the module's own signature
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -208,7 +229,7 @@ def _rebuild(mixins: tuple[type[Swapped], ...], base: type[nn.Module]) -> nn.Mod
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` before anything was swapped in, here or by ``fully_shard``."""
+    """Return the class of ``module`` without mix-ins of this package and of ``fully_shard``."""
     cls = type(module)
     while True:
         if issubclass(cls, Swapped):
@@ -220,20 +241,25 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def swap_in(module: nn.Module, mixin: type[Swapped], *, innermost: bool = False, **state: Any) -> None:
-    """Make ``module`` one of ``mixin`` over its present class, or below all others; ``state`` are its attributes."""
+    """Change the class of ``module`` to a subclass with ``mixin``, and set ``state`` as attributes.
+
+    The mix-in's forward runs around the forwards of other mix-ins, or with ``innermost`` within
+    them. If the module has the mix-in already, only the attributes are updated.
+    """
     vars(module).update(state)
     if isinstance(module, mixin):
         return
-    if "forward" in vars(module):  # else it would be called in place of the class's
+    if "forward" in vars(module):  # an instance's forward would hide the class's
         vars(module)["_lmp_forward"] = vars(module).pop("forward")
     mixins, base = _layers(type(module)) if innermost else ((), type(module))
     module.__class__ = _combined((mixin, *mixins), base)
 
 
 def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
-    """Take ``mixin`` and its state out again, whatever was swapped in around it.
+    """Remove ``mixin`` and its state from ``module``. Other mix-ins stay.
 
-    Where ``fully_shard`` put a class of its own on top since, the mix-in stays below it: without state it does nothing.
+    If ``fully_shard`` has swapped in its own class since, only the state is removed. Without state
+    the mix-in does nothing.
     """
     for name in mixin.lmp_state:
         vars(module).pop(name, None)
@@ -247,7 +273,7 @@ def swap_out(module: nn.Module, mixin: type[Swapped]) -> None:
 
 
 def swap_all(modules: Iterable[nn.Module], mixin: type[Swapped], **options: Any) -> Callable[[], None]:
-    """:func:`swap_in` for each of ``modules``; calling the result swaps them out again."""
+    """Call :func:`swap_in` for each of ``modules``, and return a function that undoes it."""
     undo = ExitStack()
     for module in modules:
         swap_in(module, mixin, **options)
@@ -256,7 +282,10 @@ def swap_all(modules: Iterable[nn.Module], mixin: type[Swapped], **options: Any)
 
 
 def call_with_original_classes(root: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``run`` while every module is of the class that its author wrote: ``type(module) is nn.LayerNorm`` holds."""
+    """Return ``run(*args, **kwargs)``, called while all modules below ``root`` have their original class.
+
+    A check such as ``type(module) is nn.LayerNorm`` then works. The mix-ins do nothing meanwhile.
+    """
     swapped = [(module, type(module)) for module in root.modules() if original_class(module) is not type(module)]
     try:
         for module, _ in swapped:

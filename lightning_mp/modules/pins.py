@@ -1,4 +1,4 @@
-"""Module-level dtypes: which pin covers which module, what is stored in which, and running a module in its pin's."""
+"""Module-level dtypes: match pins to modules, cast tensors, and run each module in its pin's dtype."""
 
 import re
 import threading
@@ -52,20 +52,24 @@ from lightning_mp.policy import Pin, PrecisionPolicy
 
 @dataclass(frozen=True, slots=True)
 class PinnedModule:
-    """One module with the pin that covers it."""
+    """A module with the pin that covers it."""
 
     name: str
     module: nn.Module
     pin: Pin
-    #: nothing that the pin covers calls it, so its inputs and outputs cross the boundary
+    #: True if the nearest module above that has a forward is not covered by the same pin
     entry: bool
-    #: the dtype of the pin whose region lies around that of its own, if one does
+    #: the dtype of the nearest other pin around it, or None
     inside: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A tensor that a model itself stores in fp32: its module, the list's entry that means it, the model's class."""
+    """A tensor that the model itself keeps in fp32.
+
+    ``pattern`` is the entry of the model's list that names the tensor, or ``"rotary frequencies"``.
+    ``model`` is the name of the model's class.
+    """
 
     name: str
     module: nn.Module
@@ -75,28 +79,34 @@ class Declared:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor as it is now; sharding puts another in its place."""
+        """The present tensor. Sharding replaces it by another object."""
         return getattr(self.module, self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class PinMap:
-    """Which pin covers which module; ``shadowed`` are the patterns that earlier ones leave nothing to."""
+    """The modules that pins cover.
+
+    ``shadowed`` are patterns that match modules, but earlier pins cover all of these.
+    """
 
     members: tuple[PinnedModule, ...] = ()
     shadowed: tuple[str, ...] = ()
-    #: what no pin covers and the model itself keeps in fp32, where the rest is stored in half precision
+    #: tensors without a pin that the model itself keeps in fp32, if storage is in half precision
     declared: tuple[Declared, ...] = ()
-    #: Linear layers that sum in fp32: they are stored as if no pin were there
+    #: Linear layers with ``accumulate``: they sum in fp32, and are stored as if they had no pin
     wide: tuple[PinnedModule, ...] = ()
 
     @property
     def covered(self) -> tuple[PinnedModule, ...]:
-        """What a pin decides how to compute."""
+        """The modules whose computation a pin changes."""
         return self.members + self.wide
 
     def dtypes(self) -> dict[int, str]:
-        """``id`` of every parameter that a pin, or the model itself, decides → its dtype."""
+        """Return the dtype of each parameter of a pinned module, and of each declared tensor, by ``id``.
+
+        Quantized parameters, and the ``wide`` layers, are left out.
+        """
         dtypes = {id(declared.tensor): "fp32" for declared in self.declared}
         for member in self.members:
             own = set(map(id, member.module.parameters(recurse=False))) - uncastable(member.module)
@@ -107,9 +117,14 @@ class PinMap:
 def resolve(
     root: nn.Module, pins: Sequence[Pin], faults: Faults, storage: str = "fp32", buffers: str | None = None
 ) -> PinMap:
-    """Match ``pins``, the first that covers a module wins, against the modules below ``root``; change nothing.
+    """Return which of ``pins`` covers which module below ``root``. Nothing is changed.
 
-    ``storage`` is the dtype of what no pin covers, ``buffers`` that of its buffers, if the user named one.
+    The first pin that covers a module counts. A pin also covers all modules below a match.
+    ``storage`` is the dtype of parameters without a pin. ``buffers`` is the dtype that the user set
+    for buffers, or ``None``.
+
+    A fault is added if a pattern matches nothing, a class cannot be swapped, ``accumulate`` is on
+    a module that is no plain Linear, or pins on tied weights contradict one another.
     """
     if not pins:
         return PinMap(declared=_declared(root, storage, (), rotary=buffers is None))
@@ -142,11 +157,15 @@ def resolve(
 
 
 def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: Sequence[Pin], faults: Faults) -> None:
-    """A pin on one owner of a tied weight covers an owner that no pin mentions; two dtypes of one are noted."""
+    """Extend ``index_of`` to the owners of tied weights, and add a fault if their pins contradict.
+
+    If one owner has a pin, the other owners without one get it too. The root is excluded, and so is
+    an owner that contains a pinned owner. ``index_of`` maps a module's name to its pin's index.
+    """
     for places in tied:
         pinned = [name for name, _, _ in places if name in index_of]
         for name, _, _ in places if pinned else ():
-            # BERT's head shares a bias with the decoder in it, and nothing else
+            # BERT's head owns its decoder's bias too: a pin on the decoder is not one on the head
             if name and not any(owner.startswith(f"{name}.") for owner in pinned):
                 index_of.setdefault(name, min(index_of[owner] for owner in pinned))
     for places in tied:
@@ -155,7 +174,7 @@ def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: S
             given = " and ".join(f"{place} pinned to {dtype}" for place, dtype in dtypes.items())
             fix = "pin both to the same dtype, or untie them (transformers: tie_word_embeddings=False)"
             faults.add(f"contradicting pins on tied weights: {given}", fix=fix)
-        # The root itself is never pinned: a weight it owns directly could not keep a pin's dtype.
+        # the root itself is never pinned, so a weight that it owns could not keep a pin's dtype
         own = next((key for name, _, key in places if not name), None)
         if own is not None and dtypes:
             given = f"a pin on {next(iter(dtypes))}, which is tied to the root module's own {own!r}"
@@ -163,18 +182,18 @@ def _resolve_ties(tied: Iterable[list[Place]], index_of: dict[str, int], pins: S
 
 
 def _called_above(name: str, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """The names of the modules above that have a forward, nearest first; a ModuleList calls nothing."""
+    """Yield the names of the modules above that have a forward, nearest first. A ModuleList has none."""
     while name := name.rpartition(".")[0]:
         if has_own_forward(modules[name]):
             yield name
 
 
-#: the children of what holds a module, its key among them, the module, and which pinned one it is or is around
+#: a parent's children, a key in them, its module, and the pinned module that this is or contains
 Places = list[tuple[Mapping[str, nn.Module | None], str, nn.Module, PinnedModule]]
 
 
 def places(root: nn.Module, pin_map: PinMap) -> Places:
-    """Where the pinned modules of ``root`` are, and what is around them, for ``refuse_replaced`` in every step."""
+    """Return the places of the pinned modules and of the modules around them, for ``refuse_replaced``."""
     held = dict[tuple[int, str], Any]()
     for member in pin_map.covered:
         module = root
@@ -186,7 +205,7 @@ def places(root: nn.Module, pin_map: PinMap) -> Places:
 
 
 def refuse_replaced(held: Places) -> None:
-    """Raise a PlanError where code put another in place of a pinned module: nobody tells the plan of it."""
+    """Raise PlanError if a pinned module, or a module around one, was replaced by another."""
     for children, key, module, member in held:
         if children.get(key) is not module:
             raise PlanError.of(
@@ -197,29 +216,32 @@ def refuse_replaced(held: Places) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PinState:
-    """What a pinned module needs in its forward."""
+    """The state of a pinned module that its forward reads."""
 
     dtype: torch.dtype
-    #: what it returns: the dtype that came in, if so and if known, else ``output``, else what its own forward does
+    #: output dtype: the input's if ``to_input_dtype`` and known, else ``output``, else unchanged
     output: torch.dtype | None
     to_input_dtype: bool
     device_type: str
-    #: it has weights, whose dtype is then no dtype that came in
+    #: True if the module has weights: an input in their dtype then says nothing about the caller
     weighted: bool
-    #: what calls it is not of the pin, or it has tensors of its own to run with
+    #: ``entry``: its caller is not covered by the pin; ``owns``: it has tensors of its own
     entry: bool
     owns: bool
-    #: names of its own quantized tensors, which no cast changes; known before they are sharded
+    #: names of its own quantized tensors, which are never cast; noted before they are sharded
     kept: frozenset[str]
 
 
-#: by thread, as ``dtype``, that of the innermost pinned forward under way
+#: ``dtype``: the dtype of this thread's innermost running pinned forward
 _region = threading.local()
 
 
 @contextmanager
 def _inside(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Within, what a pinned module makes (positions, masks) is of its dtype, and calls come from inside."""
+    """Mark a pinned forward as running, and set the default dtype.
+
+    Tensors that the module creates (positions, masks) then have its dtype.
+    """
     before, _region.dtype = getattr(_region, "dtype", None), dtype
     try:
         with default_dtype(dtype):
@@ -229,43 +251,53 @@ def _inside(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 def in_pinned_forward() -> bool:
-    """Whether the forward of a pinned module is under way."""
+    """True if a pinned module's forward runs in this thread, except in compiled code."""
     return getattr(_region, "dtype", None) is not None
 
 
 def is_pinned(module: nn.Module) -> bool:
-    """Whether the module runs in a pin's dtype."""
+    """True if a pin changes the module's computation."""
     return "_lmp_pin" in vars(module) or "_lmp_wide" in vars(module)
 
 
 class PinnedForward(Swapped):
-    """Runs a module in its pin's dtype and keeps it stored in it, whatever ``.to`` is called on the model."""
+    """Mix-in of a pinned module: it runs and is stored in its pin's dtype.
+
+    ``model.to(dtype)`` and the like move the module, but do not change its dtype.
+    """
 
     lmp_state = ("_lmp_pin", "_lmp_pin_inside")
     _lmp_pin: PinState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Cast floating inputs, run outside autocast, cast floating outputs as the pin says."""
+        """Cast floating inputs, run without autocast, and cast floating outputs as the pin says.
+
+        Outputs are cast only if the caller is not covered by the same pin. A module without tensors
+        of its own, called by one of the same pin, runs unchanged.
+        """
         pin, run = self.__dict__.get("_lmp_pin"), cast("Any", super()).forward
         if pin is None:
             return run(*args, **kwargs)
         compiling, entry = torch.compiler.is_compiling(), pin.entry
         if not entry and not compiling:
-            # Code may iterate over a container and never call it. What was called from inside once stays inside: where
-            # it is recomputed in a backward pass, nothing is around it.
+            # Code may iterate over a container and never call it, so names do not tell the caller.
+            # A module that was called from its region once counts as inside it for the whole run,
+            # because no pinned forward runs around a recomputation in the backward pass.
             if getattr(_region, "dtype", None) == pin.dtype:
                 self.__dict__["_lmp_pin_inside"] = True
             entry = "_lmp_pin_inside" not in self.__dict__
         if not (entry or pin.owns):
             return run(*args, **kwargs)
         came_in = floating_dtype((args, kwargs)) if pin.to_input_dtype else None
-        if pin.weighted and came_in == pin.dtype:  # models cast it to the weight's (Mamba's norms, ViT's projection)
+        # models cast the input to the weight's dtype (Mamba's norms, ViT's projection)
+        if pin.weighted and came_in == pin.dtype:
             came_in = None
         args, kwargs = cast_within_range(args, pin.dtype), cast_within_range(kwargs, pin.dtype)
-        # to set a default dtype would break a graph
+        # setting a default dtype would break a compiled graph
         with torch.autocast(pin.device_type, enabled=False), nullcontext() if compiling else _inside(pin.dtype):
             output = run(*args, **kwargs)
-            if not compiling and isinstance(output, nn.Parameter):  # from here on an activation, to be cast as any
+            # a returned weight is an activation from here on, and is cast like others
+            if not compiling and isinstance(output, nn.Parameter):
                 output = output.view_as(output)
         wanted = came_in or pin.output
         return cast_within_range(output, wanted) if entry and wanted is not None else output
@@ -278,7 +310,8 @@ class PinnedForward(Swapped):
             return run(fn, recurse) if takes_recurse else run(fn)
         dtype, own = pin.dtype, _ids([module])
         kept = {id(getattr(module, name, None)) for name in pin.kept}
-        if not takes_recurse:  # it goes on to its children, where each that is pinned keeps its own pin
+        # its _apply recurses by itself, and pinned children keep their own pins
+        if not takes_recurse:
             kept |= _ids(module.modules()) - own
 
         @wraps(fn)  # torchmetrics reads the name of the function
@@ -286,9 +319,10 @@ class PinnedForward(Swapped):
             moved = fn(tensor)
             if id(tensor) in kept or not moved.is_floating_point() or moved.dtype == dtype:
                 return moved
-            if id(tensor) not in own and moved.dtype == tensor.dtype:  # the states of a metric, which no cast changes
+            # a metric's states, which no cast changes
+            if id(tensor) not in own and moved.dtype == tensor.dtype:
                 return moved
-            # From the original, not from ``moved``: a trip through a narrower dtype would lose bits.
+            # from the original: ``moved`` may have lost bits in a narrower dtype
             return tensor.to(device=moved.device, dtype=dtype)
 
         if not takes_recurse:
@@ -300,16 +334,21 @@ class PinnedForward(Swapped):
 
 
 def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> None:
-    """Store and run every covered module in its pin's dtype, in place; a module pinned so already is left alone."""
-    for member in reversed(pin_map.members):  # an `_apply` around a pinned module finds it pinned, and leaves it so
+    """Store and run every covered module in its pin's dtype, in place.
+
+    Gradients of cast parameters are dropped. ``mixed`` is True under autocast, whose dtype is
+    ``compute_dtype``. A second call updates the state of modules that are pinned already.
+    """
+    # inner modules first: an `_apply` around one then leaves its dtype alone
+    for member in reversed(pin_map.members):
         module = member.module
-        module.__dict__.pop("_lmp_pin_inside", None)  # of an earlier run
+        module.__dict__.pop("_lmp_pin_inside", None)  # left by an earlier run
         swap_out(module, wide_linear.WideForward)
         state = _state(member, mixed, compute_dtype, device_type)
         if state.owns or has_own_forward(module) or has_own_apply(original_class(module)):
             swap_in(module, PinnedForward, _lmp_pin=state)
         _store([module], {id(tensor): state.dtype for tensor in chain(*castable(module))}, state.dtype)
-    for member in pin_map.wide:  # over the pin of a weight that it is tied to, which is how that is stored
+    for member in pin_map.wide:  # a weight tied to a pinned one keeps that pin's dtype
         wide = wide_linear.Wide(to_torch(member.pin.dtype), device_type)
         swap_in(member.module, wide_linear.WideForward, _lmp_wide=wide)
 
@@ -317,42 +356,50 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
     module, dtype, output = member.module, to_torch(member.pin.dtype), member.pin.output
     own, quantized = _own(module), uncastable(module)
-    before: PinState | None = vars(module).get("_lmp_pin")  # of an earlier run, which may have sharded the module
+    # an earlier run may have sharded the module since
+    before: PinState | None = vars(module).get("_lmp_pin")
     kept = {name for name, tensor in own if id(tensor) in quantized} | (before.kept if before else set[str]())
-    # Inside another pinned region autocast is off, so nothing there would cast what comes out.
+    # inside another pinned region autocast is off, so nothing would cast the output there
     returns = output == "input" or (output is None and (not mixed or member.inside is not None))
     wanted = None if output in (None, "pin", "input") else to_torch(output)
     if returns:
         wanted = to_torch(member.inside) if member.inside else compute_dtype
     elif output is None and {dtype, compute_dtype} == set(HALF):
-        wanted = torch.float32  # it meets what is of autocast's half format, and functions as torch.cat mix no two
+        wanted = torch.float32  # torch.cat and others refuse a mix of both half formats
     weighted = output is None and next(module.parameters(), None) is not None
     return PinState(dtype, wanted, returns, device_type, weighted, member.entry, bool(own), frozenset(kept))
 
 
 def unpin(module: nn.Module) -> None:
-    """Give ``module`` and all below it their own forward back, for scripting or another framework; dtypes stay."""
+    """Remove the pins from ``module`` and all modules below it; dtypes stay as they are.
+
+    Use it before scripting, or for another framework.
+    """
     remove(module.modules())
 
 
 def remove(modules: Iterable[nn.Module]) -> None:
-    """Undo the forward of every pinned module among ``modules``; what is stored stays as it is."""
+    """Give each pinned module among ``modules`` its own forward back. Stored dtypes are unchanged."""
     for module in modules:
         if is_pinned(module):
             swap_out(module, wide_linear.WideForward)
             swap_out(module, PinnedForward)
 
 
-# ------------------------------------------------------------------ what no pin covers
+# ------------------------------------------------------------------ tensors without a pin
 
 
 def cast_unpinned(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> None:
-    """Cast all below ``root`` that no pin covers, in place, to what ``policy`` stores, or the model itself declares.
+    """Cast the tensors below ``root`` that no pin covers, in place, to the dtypes of ``policy``.
 
-    Buffers follow half-precision parameters, and those that become fp32 here (the statistics of a batch norm that was
-    made half); any other stays what the user made it. So do quantized weights and all that belongs to them, and float64
-    where the policy stores fp32. Modules with an ``_apply`` of their own do the cast themselves, as in ``module.to()``:
-    they may keep a tensor as it is, or cast tensors that are no buffers, which then follow the rule of buffers.
+    Parameters are cast to the storage dtype, and tensors that the model itself declares to fp32.
+    Buffers are cast to the policy's ``buffer_dtype``, else to a half storage dtype. If storage is
+    fp32 without ``buffer_dtype``, only buffers are cast whose dtype some cast parameter had, such
+    as the statistics of a batch norm in half precision.
+
+    Quantized weights with their scales keep their dtype, and float64 parameters too if storage is
+    fp32. A module with an ``_apply`` of its own casts itself, as in ``module.to()``. It may keep a
+    tensor as it is. Other tensors that it casts follow the rule of buffers.
     """
     covered = {id(member.module) for member in pin_map.members}
     modules = [module for module in root.modules() if id(module) not in covered]
@@ -365,7 +412,8 @@ def cast_unpinned(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> 
         wanted.update((id(tensor), storage) for tensor in parameters if tensor.dtype in moved)
         wanted.update((id(tensor), to) for tensor in buffers if only is None or tensor.dtype in only)
     wanted.update((id(declared.tensor), torch.float32) for declared in pin_map.declared)
-    for member in pin_map.members:  # a module around it may own one of its tensors too, as BERT's head does
+    # a module without a pin may own a pinned tensor too, like BERT's head
+    for member in pin_map.members:
         for tensor in member.module.parameters(recurse=False):
             wanted.pop(id(tensor), None)
     _store(modules, wanted, to, only)
@@ -379,8 +427,9 @@ def _store(
 ) -> None:
     """Cast, in place, the tensors of ``modules`` whose ``id`` is in ``wanted`` to the dtype there.
 
-    A module with an ``_apply`` of its own is asked for the cast, with all below it. It may pass other tensors than its
-    parameters and buffers: those become ``attributes`` if their dtype is one of ``only``, or in any case if it is None.
+    Gradients of cast tensors are dropped. A module with an ``_apply`` of its own casts itself and
+    all modules below it. Other tensors that its ``_apply`` passes are cast to ``attributes``. With
+    ``only``, they are cast only from these dtypes.
     """
     done = set[int]()
     changes = any(wanted.get(id(tensor), tensor.dtype) != tensor.dtype for tensor in _tensors(modules))
@@ -388,7 +437,8 @@ def _store(
         if id(module) in done or not (changes or only is None) or not has_own_apply(original_class(module)):
             continue
         tensors = _tensors(module.modules())
-        if any(hasattr(tensor, "to_local") for tensor in tensors):  # sharded, and so cast in a run before
+        # sharded tensors were cast in an earlier run
+        if any(hasattr(tensor, "to_local") for tensor in tensors):
             continue
         moving = [tensor for tensor in tensors if wanted.get(id(tensor), tensor.dtype) != tensor.dtype]
         for tensor in moving:
@@ -408,7 +458,10 @@ def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def kept_dtypes(root: nn.Module, storage: torch.dtype) -> dict[int, torch.dtype]:
-    """``id`` of every parameter that is not cast to ``storage`` where no pin covers it → its own dtype."""
+    """Return the dtype of each parameter that is never cast to ``storage``, by ``id``.
+
+    These are quantized weights, their scales, and float64 parameters if ``storage`` is fp32.
+    """
     return {
         id(parameter): parameter.dtype
         for module in root.modules()
@@ -422,16 +475,17 @@ def _keeps(tensor: Tensor, storage: torch.dtype) -> bool:
     return tensor.dtype == torch.float64 and storage == torch.float32
 
 
-# ------------------------------------------------------------------ what a model itself keeps in fp32
+# ------------------------------------------------------------------ tensors that a model keeps fp32
 
 
 def _declared(
     root: nn.Module, storage: str, pinned: Iterable[nn.Module], *, rotary: bool = False
 ) -> tuple[Declared, ...]:
-    """What models below ``root`` keep in fp32 where ``storage`` is ``"bf16"`` or ``"fp16"``, less the ``pinned``.
+    """Return the tensors that models keep in fp32 although ``storage`` is ``"bf16"`` or ``"fp16"``.
 
-    The outermost model's lists count: it has taken over those of the models inside, and names are relative to it. With
-    ``rotary``, the frequencies of transformers' rotary embeddings count too: they are in no state dict.
+    Tensors of ``pinned`` modules are left out. The outermost model's lists count, because they
+    include the lists of the models inside. With ``rotary``, the frequencies of transformers' rotary
+    embeddings are returned too. For another ``storage`` the result is empty.
     """
     taken, inside, declared = _ids(pinned), set[int](), list[Declared]()
     for prefix, model in root.named_modules():
@@ -460,7 +514,11 @@ def _rotary_buffers(root: nn.Module, left: set[int]) -> Iterator[Declared]:
 
 
 def fp32_names(root: nn.Module, pinned: Mapping[nn.Module, str]) -> dict[str, list[str]]:
-    """By half format, names of tensors of modules ``pinned`` to fp32 and of what a model declares, less wrappers."""
+    """Return the names of tensors that stay fp32, for ``"bf16"`` and for ``"fp16"`` storage.
+
+    They are tensors of modules that ``pinned`` maps to ``"fp32"``, and tensors that a model
+    declares. The names have no parts of wrappers. A format without such tensors has no entry.
+    """
     fp32 = _ids(module for module, dtype in pinned.items() if dtype == "fp32")
     kept = {half: fp32 | {id(each.tensor) for each in _declared(root, half, pinned)} for half in ("bf16", "fp16")}
     owned = [

@@ -1,4 +1,4 @@
-"""Batch norms that take their statistics over all processes, by class swap: names, pins and hooks stay."""
+"""Batch norms with statistics over all processes, by class swap: names, pins and hooks stay."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -14,29 +14,36 @@ from lightning_mp.modules.patterns import Swapped, named_submodules, original_cl
 
 
 class SyncedForward(Swapped):
-    """Normalizes by the mean and variance of the whole batch, that of every process together, in training."""
+    """Mix-in of a batch norm that, in training, normalizes by the statistics of all processes' batches."""
 
     lmp_state = ("_lmp_synced",)
     _lmp_synced: bool
-    # What torch's forward of SyncBatchNorm asks its module for, besides what every batch norm has.
+    # torch's SyncBatchNorm.forward reads these two, which other batch norms lack
     process_group: Any = None
 
     def _check_non_zero_input_channels(self, input: Tensor) -> None:
         return
 
     def forward(self, input: Tensor) -> Tensor:
-        """As the module's own forward would on the whole batch."""
+        """Return the output that the module's own forward has for the whole batch of all processes.
+
+        In training with several processes this is a collective: every rank must call it, and run
+        its backward. In other cases the module's own forward runs.
+        """
         module = cast("Any", self)
-        # One device under mp_ddp has no process group.
+        # mp_ddp on one device has no process group
         several = dist.is_initialized() and dist.get_world_size() > 1
         if not (self.__dict__.get("_lmp_synced") and module.training and several):
             return cast("Any", super()).forward(input)
-        # torch's kernels take no tensors of a CPU
+        # torch's SyncBatchNorm refuses tensors on a CPU
         return _normalize(module, input) if input.device.type == "cpu" else nn.SyncBatchNorm.forward(module, input)
 
 
 def _normalize(module: Any, given: Tensor) -> Tensor:
-    """What torch's ``SyncBatchNorm`` computes, of operators that a CPU has; ``given`` is (N, C, ...)."""
+    """Return the result of torch's ``SyncBatchNorm`` for ``given`` (N, C, ...), by operators of a CPU.
+
+    Running statistics are updated. A collective: it all-reduces twice, and twice in the backward.
+    """
     x = given.to(torch.promote_types(given.dtype, torch.float32))
     over = [dimension for dimension in range(x.dim()) if dimension != 1]
     shape = [-1 if dimension == 1 else 1 for dimension in range(x.dim())]
@@ -61,7 +68,11 @@ def _normalize(module: Any, given: Tensor) -> Tensor:
 
 
 def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
-    """The batch norms below ``root``; those whose class does more in its forward than normalize are noted."""
+    """Return the batch norms below ``root``.
+
+    A fault is added for each whose class has a forward of its own, because it may do more than
+    normalize.
+    """
     norms = {module: name for name, module in named_submodules(root) if isinstance(module, BATCH_NORM)}
     for module, name in norms.items():
         own = original_class(module)
@@ -72,5 +83,5 @@ def select(root: nn.Module, faults: Faults) -> list[nn.Module]:
 
 
 def apply(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Synchronize ``modules``, in place, and return what undoes it."""
+    """Synchronize ``modules`` in place, and return a function that undoes it."""
     return swap_all(modules, SyncedForward, innermost=True, _lmp_synced=True)

@@ -1,4 +1,4 @@
-"""A Linear whose half-precision operands are multiplied, and summed, into an fp32 result that is never rounded."""
+"""A Linear that multiplies half-precision operands and returns the fp32 sums without rounding them."""
 
 from typing import Any, NamedTuple, cast
 
@@ -10,20 +10,20 @@ from lightning_mp.modules.patterns import Swapped, is_plain_linear, original_cla
 
 
 class Wide(NamedTuple):
-    """What such a Linear needs in its forward: the dtype of its operands, and the device's type."""
+    """The dtype of a wide Linear's operands, and the device's type."""
 
     dtype: torch.dtype
     device_type: str
 
 
 class WideForward(Swapped):
-    """Casts what goes in and the weight, wherever that is stored, and hands on fp32."""
+    """Mix-in of a Linear that casts input, weight and bias to a half format, and returns fp32."""
 
     lmp_state = ("_lmp_wide",)
     _lmp_wide: Wide
 
     def forward(self, input: Tensor) -> Tensor:
-        """Rows (..., in) to (..., out) in fp32."""
+        """Return fp32 of shape (..., out) for ``input`` of shape (..., in)."""
         wide: Wide | None = self.__dict__.get("_lmp_wide")
         if wide is None:
             return cast("Any", super()).forward(input)
@@ -34,13 +34,17 @@ class WideForward(Swapped):
 
 
 class WideProduct(torch.autograd.Function):
-    """``rows @ weight.T + bias`` of half operands in fp32; its backward is the half product's."""
+    """``rows @ weight.T + bias`` of half operands, in fp32. The backward multiplies in the half format."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., out) in fp32: on CUDA by the product that sums in fp32 anyway, else of the operands in fp32."""
+        """Return the product in fp32.
+
+        On CUDA it is a half product with an fp32 result, elsewhere a product of operands cast to
+        fp32.
+        """
         ctx.save_for_backward(rows, weight)
-        # ROCm's refuses it, a CPU and tensor parallel's DTensor have none
+        # ROCm's mm refuses out_dtype; a CPU and DTensor (tensor parallel) have no such mm
         if rows.is_cuda and torch.version.hip is None and not hasattr(weight, "to_local"):
             flat = torch.mm(rows.reshape(-1, weight.shape[1]), weight.t(), out_dtype=torch.float32)
             output = flat.reshape(*rows.shape[:-1], weight.shape[0])
@@ -49,7 +53,7 @@ class WideProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients in the half format, of an output gradient that is cast to it."""
+        """Return the gradients in the half format. The output's gradient is cast to it first."""
         rows, weight = ctx.saved_tensors
         wanted, gradient = ctx.needs_input_grad, gradients[0].to(rows.dtype)
         flat = gradient.reshape(-1, weight.shape[0])
@@ -58,7 +62,7 @@ class WideProduct(torch.autograd.Function):
 
 
 def check(name: str, module: nn.Module, pattern: str, faults: Faults) -> None:
-    """Note a module whose forward is not the product of a Linear with a weight of torch's own."""
+    """Add a fault if ``module`` is no plain Linear with an ordinary weight."""
     if not is_plain_linear(module):
         given = f"pin {pattern!r} with accumulate='fp32' on {name!r}, a {original_class(module).__name__}"
         faults.add(given, allowed="a plain nn.Linear", fix="name Linear layers, or leave accumulate out")

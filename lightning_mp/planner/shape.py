@@ -124,7 +124,7 @@ class ModelShape:
         length = seq_len or longest or _SEQUENCE
         if experts > 1:
             return _mixture(known, experts, params, cls(1, layers, hidden, heads, kv_heads, wide, vocab, length))
-        # without a family: an MLP of four times the width, like GPT-2's, has no gate
+        # the config may be a user's own; an MLP of four times the width, like GPT-2's, has no gate
         family = FAMILIES.get(kind) or Family(gated=wide != 4 * hidden or "rms_norm_eps" in known)
         counted = _count(hidden, layers, heads, kv_heads, wide, vocab, tied=tied, gate=family.gated, head=head)
         if family.positions:

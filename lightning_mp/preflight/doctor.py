@@ -235,7 +235,7 @@ def _vanishes(eps: float, dtype: str) -> bool:
 def _casts_itself(kind: type[nn.Module]) -> bool:
     """True if a norm's own forward casts its input to fp32, like transformers' RMS norms.
 
-    The source decides. Return True if there is none.
+    The source decides. A class without source counts as casting.
     """
     if kind.forward.__module__.startswith("torch.nn."):
         return False
