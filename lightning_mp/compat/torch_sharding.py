@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
+from inspect import getattr_static
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, cast
 
@@ -393,6 +394,70 @@ class Writes:
             group._reshard_after_forward_event.record()
 
 
+class ShardGradients:
+    """Has the ``grad`` of a gathered weight be the gradient of its shard, until ``release``.
+
+    In a step ``module.parameters()`` are gathered weights, and FSDP2 keeps gradients on the shards.
+    Without this ``module.zero_grad()`` would clear nothing in a step, and gradients would add up.
+    In a backward pass ``grad`` is torch's own, because FSDP2 reduces the gradients that are there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        #: by the ``id`` of each gathered weight, what torch knows of the parameter
+        self._parameters: dict[int, Any] = {}
+        self._classes = set[type]()
+        self._patches = ExitStack()
+        self._groups = _groups_below(model)
+        for group in self._groups:
+            self._watch(group, group._to_unsharded)
+
+    def release(self) -> None:
+        """Leave the units, and torch's classes."""
+        _unpatch(self._groups, "_to_unsharded")
+        self._patches.close()
+
+    def _watch(self, group: Any, to_unsharded: Callable[[], None]) -> None:
+        def to_unsharded_and_note() -> None:
+            to_unsharded()
+            for parameter in group.fsdp_params:
+                self._parameters[id(parameter._unsharded_param)] = parameter
+                self._patch_class(type(parameter._unsharded_param))
+
+        group._to_unsharded = to_unsharded_and_note
+
+    def _patch_class(self, weight_class: type) -> None:
+        """Answer ``grad`` of the weights of a class: that of ``nn.Parameter``, or of a weight in half precision."""
+        if weight_class in self._classes:
+            return
+        self._classes.add(weight_class)
+        own: Any = getattr_static(weight_class, "grad")
+
+        def read(weight: Tensor) -> Tensor | None:
+            gradient: Tensor | None = own.__get__(weight)
+            shard = self._shard_of(weight) if gradient is None else None
+            return gradient if shard is None else shard.grad
+
+        def write(weight: Tensor, value: Tensor | None) -> None:
+            shard = self._shard_of(weight)
+            if shard is None:
+                own.__set__(weight, value)
+                return
+            own.__set__(weight, None)
+            shard.grad = None if value is None else _sharded_like(shard, value)
+
+        def delete(weight: Tensor) -> None:
+            write(weight, None)
+
+        self._patches.enter_context(patched(weight_class, grad=property(read, write, delete)))
+
+    def _shard_of(self, weight: Tensor) -> Any:
+        """Return the shard of a gathered weight, or None for other tensors and in a backward pass."""
+        parameter = self._parameters.get(id(weight))
+        if parameter is None or vars(parameter).get("_unsharded_param") is not weight or in_backward():
+            return None
+        return parameter.sharded_param
+
+
 def _sharded_like(weight: Any, value: Any) -> Tensor:
     """Return ``value`` sharded like ``weight``. The value may be whole, or sharded in any way.
 
@@ -619,7 +684,8 @@ def reset_units(model: nn.Module) -> None:
         if "unsharded_accumulated_grad" in vars(parameter):  # a property since torch 2.15
             parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+            # torch's own gradient, which is not the shard's
+            cast("Any", Tensor.grad).__set__(parameter._unsharded_param, None)
 
 
 def make_root(unit: Any) -> None:

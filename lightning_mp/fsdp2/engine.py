@@ -80,6 +80,7 @@ class ShardedEngine(StepEngine):
         self._unused = self._reads = self._skipped = None
         self._connected.callback(sharding_compat.Writes(model).release)
         if optimizers:
+            self._connected.callback(sharding_compat.ShardGradients(model).release)
             self._connected.callback(sharding_compat.sync_hooks_and_requires_grad(model))
             reshard = partial(_reshard_before_step, sharding_compat.Units(model))
             self._connected.callback(register_optimizer_step_pre_hook(reshard).remove)

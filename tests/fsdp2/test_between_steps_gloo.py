@@ -27,6 +27,7 @@ STRATEGIES: dict[str, Callable[..., dict[str, Any]]] = {
     "zero2_half": partial(_ours, "deepspeed_zero2_half", timeout=WAIT["timeout"]),
     "by size": partial(HOSTS["fsdp2"], wrap=None),
     "offload by size": partial(HOSTS["fsdp2"], wrap=None, cpu_offload=True),
+    "compiled": partial(HOSTS["fsdp2"], wrap="Block", compile=True),
     "whole blocks": partial(HOSTS["fsdp2"], wrap="Block", reshard_after_forward=False),
 }
 OF_BLOCKS = ("fsdp2", "hsdp", "offload", "whole blocks")
@@ -269,6 +270,65 @@ class WritesInItsForward(Looking):
             cast("Any", self.net.blocks[0]).up = UnitLinear(HIDDEN, 3 * HIDDEN)
 
 
+def clear(module: Any) -> None:
+    module.zero_grad()
+
+
+def clear_to_zeros(module: Any) -> None:
+    module.net.zero_grad(set_to_none=False)
+
+
+def clear_each(module: Any) -> None:
+    for parameter in module.net.parameters():
+        parameter.grad = None
+
+
+def halve_each(module: Any) -> None:
+    """As gradients of older batches are weighed less."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def assign_half(module: Any) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+WAYS_TO_CHANGE_GRADIENTS = {one.__name__: one for one in (clear, clear_to_zeros, clear_each, halve_each, assign_half)}
+
+
+class ChangesGradients(Looking):
+    """Manual optimization; gradients of the last step are changed after the next forward pass, and nowhere cleared."""
+
+    def __init__(self, way: str, first: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.way, self.first = way, first
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        change = WAYS_TO_CHANGE_GRADIENTS[self.way]
+        optimizer: Any = self.optimizers()
+        if self.first:
+            change(self)
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        if not self.first:
+            change(self)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class ClearsInTheStep(Looking):
+    """Automatic optimization; the step drops what was accumulated before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.zero_grad()
+        return loss
+
+
 class WritesInACallback(Callback):
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         pl_module.write()
@@ -345,6 +405,20 @@ def test_what_is_assigned_to_a_weight_is_kept(ranks: Ranks, way: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_module_writes_to_its_weight_in_its_forward_is_kept(ranks: Ranks, mode: str) -> None:
     _equal(ranks, Compared(mode, WritesInItsForward, OF_BLOCKS))
+
+
+@pytest.mark.parametrize("way", WAYS_TO_CHANGE_GRADIENTS)
+def test_gradients_that_a_step_clears_or_changes_are_those_of_the_shards(ranks: Ranks, way: str) -> None:
+    mode = MODES[list(WAYS_TO_CHANGE_GRADIENTS).index(way) % len(MODES)]
+    _equal(ranks, Compared(mode, partial(ChangesGradients, way), ("fsdp2", "whole blocks")))
+    _equal(ranks, Compared(mode, partial(ChangesGradients, way, first=True), ("by size",)))
+    if way == "clear":
+        _equal(ranks, Compared("16-mixed", ClearsInTheStep, ("hsdp", "offload"), accumulate=2))
+
+
+@pytest.mark.slow
+def test_gradients_that_a_step_of_a_compiled_model_clears_are_those_of_the_shards(ranks: Ranks) -> None:
+    _equal(ranks, Compared("32-true", partial(ChangesGradients, "clear"), ("compiled",)))
 
 
 class Follows(Taught):

@@ -297,7 +297,6 @@ def partial_optimizers_of_hydra(host: Host) -> None:
 @idiom(
     "Lightning's docs; taming-transformers; skillful_nowcasting; two frequencies by hand",
     refused={"zero2": "DeepSpeed currently only supports single optimizer"},
-    findings={"fsdp2": "module.zero_grad() after the forward pass leaves the gradients of the root unit"},
 )
 class StepsTwoOptimizersByTurns(ByHand):
     def configure_optimizers(self) -> Any:
