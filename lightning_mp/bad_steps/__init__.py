@@ -1,1 +1,1 @@
-"""Steps that are not finite: found, explained, skipped, saved, rewound."""
+"""Non-finite steps: how they are skipped, diagnosed, saved and rewound."""
