@@ -1,4 +1,7 @@
-"""What the package raises, and how its messages read: what was given, what is allowed, and last what to do."""
+"""The errors of the package, the collection of faults, and helpers for messages.
+
+A message names the given value first, then the allowed values, and last the fix.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing wrong with what the user wrote: "Got {problem}. Allowed: {allowed}. {Fix}.".
+    """One mistake of the user's, as text: "Got {problem}. Allowed: {allowed}. {Fix}.".
 
-    Where there is nothing to choose from, ``allowed`` is empty and ``problem`` says what happened.
+    Without ``allowed`` the text is "{Problem}. {Fix}.", and ``problem`` says what happened.
     """
 
     problem: str
@@ -40,13 +43,17 @@ def _ended(text: str) -> str:
 
 
 def _capitalised(text: str) -> str:
-    """A word begins with a capital letter; code stays as it is."""
+    """Return ``text`` with a capital first letter. Text that begins with code stays unchanged."""
     word = text.split(maxsplit=1)[0] if text else ""
     return text[0].upper() + text[1:] if word.rstrip(",:;").isalpha() else text
 
 
 class PlanError(ValueError):
-    """A plan that cannot run as written; it carries every fault found, not only the first."""
+    """The error for a plan, callback or command that cannot run as written.
+
+    ``faults`` has every fault that was found, not only the first. ``subject`` names the class or
+    thing with the faults, in the first line of the message.
+    """
 
     def __init__(self, faults: Sequence[Fault], subject: str = "MixedPrecisionPlan") -> None:
         self.faults, self.subject = tuple(faults), subject
@@ -55,21 +62,29 @@ class PlanError(ValueError):
 
     @classmethod
     def of(cls, problem: str, fix: str, subject: str = "MixedPrecisionPlan") -> Self:
-        """That of one thing that happened, and what to do."""
+        """Return the error with one fault."""
         return cls([Fault(problem, fix=fix)], subject)
 
     def listed(self) -> str:
-        """The faults as a command prints them: one alone in its line, or their count and one a line."""
+        """Return the faults as a command prints them.
+
+        A single fault is one line. Several faults are their count and a line each.
+        """
         faults = [str(fault) for fault in self.faults]
         return "\n  ".join([f"{len(faults)} errors", *faults] if len(faults) > 1 else faults)
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[Fault, ...], str]]:
-        # Worker processes send their exception to the launcher; the default would rebuild it from the text.
+        # Worker processes send their exception to the launcher. The default pickle would rebuild it
+        # from the text.
         return type(self), (self.faults, self.subject)
 
 
 class NonFiniteError(RuntimeError):
-    """More non-finite values in a row than the plan allows; the fields say where from, as far as it is known."""
+    """The error that ends a run because of non-finite values.
+
+    There were more in a row than the plan allows, or no step of the run was applied. ``rank``,
+    ``step``, ``module`` and ``parameter`` say where they appeared first. Each may be ``None``.
+    """
 
     def __init__(
         self,
@@ -85,11 +100,14 @@ class NonFiniteError(RuntimeError):
 
 
 class LossScaleError(NonFiniteError):
-    """The loss scale overflowed at its floor under ``at_min="raise"``."""
+    """The error for an overflow at the lowest loss scale, with ``at_min="raise"``."""
 
 
 class MissingExtraError(ImportError):
-    """An optional dependency is needed here and is not installed."""
+    """The error for an optional dependency that is needed and not installed.
+
+    ``purpose`` is the thing that needs ``package``, which ``extra`` installs.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -102,54 +120,73 @@ class MissingExtraError(ImportError):
 
 
 def install_line(package: str, extra: str) -> str:
-    """The command that installs the packages of ``extra``, by name: the package itself is on no index."""
+    """Return the pip command that installs the packages of ``extra``.
+
+    It names these packages, because lightning-mp itself is on no index. If lightning-mp was never
+    installed, it names ``package`` only.
+    """
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
         requirements = requires("lightning-mp") or []
-    except PackageNotFoundError:  # a checkout that is on the path and was never installed
+    except PackageNotFoundError:  # a checkout on the path that was never installed
         requirements = [f'{package}; extra == "{extra}"']
     named = [line.partition(";")[0].strip() for line in requirements if f'extra == "{extra}"' in line]
-    isolation = "--no-build-isolation " if extra == "deepspeed" else ""  # its build needs the torch that is here
+    # The build of DeepSpeed needs the installed torch.
+    isolation = "--no-build-isolation " if extra == "deepspeed" else ""
     return f"pip install {isolation}{' '.join(map(repr, named))}"
 
 
 class Faults:
-    """Collects faults, so that one error can report all of them; as a context manager it raises at its end."""
+    """A collection of faults, which one PlanError of ``subject`` reports together.
+
+    In a ``with`` statement it raises the error at the end of the block. If the block raises, that
+    exception is raised instead.
+    """
 
     def __init__(self, subject: str = "MixedPrecisionPlan") -> None:
         self._subject, self.found = subject, list[Fault]()
 
     def add(self, problem: str, *, fix: str, allowed: str = "") -> None:
-        """Note a :class:`Fault`."""
+        """Add a :class:`Fault`."""
         self.found.append(Fault(problem, fix=fix, allowed=allowed))
 
     def unknown(self, what: str, word: object, known: Iterable[str], otherwise: str = "remove it") -> None:
-        """Note a name that is none of ``known``; the fix names the nearest, or is ``otherwise`` where none is near."""
+        """Add a fault for the unknown name ``word``. ``what`` is the kind of name, for the message.
+
+        The fix names the nearest names of ``known``, or is ``otherwise`` if none is near.
+        """
         names = list(dict.fromkeys(known))
         self.add(f"unknown {what} {word!r}", allowed=", ".join(names), fix=did_you_mean(str(word), names, otherwise))
 
     def whole(self, name: str, value: object, least: int, fix: str) -> None:
-        """Note ``value`` unless it is a whole number of at least ``least``."""
+        """Add a fault unless ``value`` is a whole number of at least ``least``."""
         if not is_whole(value) or value < least:
             self.add(f"{name}={value!r}", allowed=f"a whole number >= {least}", fix=fix)
 
     def one_of(self, name: str, value: object, allowed: Sequence[object], fix: str) -> None:
-        """Note ``value`` unless it is one of ``allowed``, which are of one type; 1 is not True."""
+        """Add a fault unless ``value`` is in ``allowed`` and has the type of its first item.
+
+        So 1 is refused if True is allowed.
+        """
         if not isinstance(value, type(allowed[0])) or value not in allowed:
             self.add(f"{name}={value!r}", allowed=", ".join(map(repr, allowed)), fix=fix)
 
     def extend(self, faults: Iterable[Fault]) -> None:
-        """Note faults found elsewhere."""
+        """Add faults that were found elsewhere."""
         self.found.extend(faults)
 
     def raise_if_any(self) -> None:
-        """Raise :class:`PlanError` with everything noted so far."""
+        """Raise :class:`PlanError` with all faults so far, if there are any."""
         if self.found:
             raise PlanError(self.found, self._subject)
 
     def unwrap(self, value: T | None) -> T:
-        """``value``, where nothing was noted; else raise as ``raise_if_any`` does."""
+        """Return ``value``, which must not be ``None``, if there is no fault.
+
+        Raises:
+            PlanError: there are faults.
+        """
         self.raise_if_any()
         assert value is not None, "else there was a fault"
         return value
@@ -163,19 +200,25 @@ class Faults:
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
-    """The ``count`` names most like ``word`` in any case, quoted, or an empty string when none is."""
+    """Return up to ``count`` names that resemble ``word``, quoted and joined by commas.
+
+    Upper and lower case are equal. Without a similar name the result is an empty string.
+    """
     by_lower = {name.lower(): repr(name) for name in known}
     return ", ".join(by_lower[low] for low in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.4))
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "write one of these", count: int = 3) -> str:
-    """The fix for a name that is not known: the ``count`` nearest ones, or ``otherwise`` where none is near."""
+    """Return the fix for an unknown name: a question with up to ``count`` near names.
+
+    It is ``otherwise`` if none is near.
+    """
     near = nearest(word, known, count)
     return f"did you mean {near}?" if near else otherwise
 
 
 def near_keywords(init: Callable[P, None]) -> Callable[P, None]:
-    """An ``__init__`` that refuses an unknown keyword with the nearest one."""
+    """Return an ``__init__`` that raises PlanError for unknown keywords, with the nearest names."""
 
     @wraps(init)
     def checked(*args: P.args, **keywords: P.kwargs) -> None:
@@ -189,23 +232,27 @@ def near_keywords(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def is_number(value: Any) -> TypeIs[int | float]:
-    """Whether ``value`` is a finite int or float; True and False are neither."""
+    """True if ``value`` is a finite int or float. Booleans are not."""
     # math.isfinite raises for an integer beyond the range of a float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def is_whole(value: Any) -> TypeIs[int]:
-    """Whether ``value`` is an int; True and False are not."""
+    """True if ``value`` is an int. Booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 step``, ``1,000 steps``."""
+    """Return a count with its noun, such as ``1 step`` or ``1,000 steps``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def number(value: float) -> str:
-    """Four significant digits, whole numbers with separators, powers of ten only where they are shorter."""
+    """Return a number as text.
+
+    Whole numbers below 1e9 and numbers from 1,000 to 1e9 are rounded to units and have separators.
+    Other numbers have four significant digits: ``0.1235``, ``1e-06``.
+    """
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e9:
@@ -214,7 +261,10 @@ def number(value: float) -> str:
 
 
 def in_short(count: float) -> str:
-    """``98.7M``, ``7.24B``, ``135B``."""
+    """Return a count in millions, billions or trillions: ``98.7M``, ``7.24B``, ``1.5T``.
+
+    A count below a million is written out: ``12,345``.
+    """
     for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= unit:
             return f"{count / unit:.3g}{letter}"
@@ -222,7 +272,7 @@ def in_short(count: float) -> str:
 
 
 def in_bytes(size: float) -> str:
-    """Bytes in the unit that fits: ``12 bytes``, ``1.5 KiB``, ``49.4 GiB``."""
+    """Return a size in the unit that fits: ``12 bytes``, ``1.5 KiB``, ``49.4 GiB``."""
     if abs(size) < 1024:
         return counted(round(size), "byte")
     power = int(min(math.log(abs(size), 1024), 3))  # the largest unit for an infinite size too
@@ -230,11 +280,14 @@ def in_bytes(size: float) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's text without its line breaks."""
+    """Return an exception's text in one line."""
     return " ".join(str(error).split())
 
 
 def pinning(patterns: Iterable[str], *, under_plan: bool, dtype: str = "fp32") -> str:
-    """How modules are stored and run in ``dtype``: as a plan's field, or as a callback beside Lightning's plugins."""
+    """Return code that pins the modules to ``dtype``, for a message.
+
+    It is the field ``pins=`` if ``under_plan``, else the callback ``DtypePinning``.
+    """
     pins = "{" + ", ".join(f"{pattern!r}: {dtype!r}" for pattern in patterns) + "}"
     return f"pins={pins}, before any other pin" if under_plan else f"DtypePinning({pins})"
