@@ -65,7 +65,11 @@ class EvaluatedClosure:
         return any(new[1:] != old[1:] for new, old in zip(now, self._gradients, strict=True))
 
     def _weights_moved(self) -> bool:
-        """True if a weight was written to since the step began. If versions are equal, a device sync.        A write through ``.data`` is noticed only in the first numbers of the smallest parameters."""
+        """True if a weight was written to since the step began.
+
+        A device sync if versions are equal. A write through ``.data`` is noticed only in the first
+        numbers of the smallest parameters.
+        """
         if any(version(parameter) != before for parameter, before in self._versions):
             return True
         pairs = ((_first_numbers(parameter), before) for parameter, before in self._values)

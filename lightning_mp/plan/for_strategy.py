@@ -118,6 +118,7 @@ def completed(strategy: Strategy | None, policy: PrecisionPolicy) -> PrecisionPo
 
 def check(strategy: Strategy, engine: StepEngine, module: nn.Module, faults: Faults) -> Any:
     """Add a fault if the plan cannot run on ``strategy``. The fix says which ``mp_*`` can.
+
     Return the value of the strategy's ``check_plan``, or ``None`` without such a method.
     """
     policy = engine.policy
