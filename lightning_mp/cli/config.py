@@ -1,4 +1,4 @@
-"""From ``[CONFIG] key=value …`` to one config, which Hydra composes of the user's file and this package's groups."""
+"""Compose and check one config from ``[CONFIG] key=value …``, by Hydra and this package's groups."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-#: the package's groups, and the config that chooses from each
+#: the folder of the package's groups, and the name of the config that chooses from each
 GROUPS, ROOT = Path(str(files("lightning_mp.configs"))), "lightning_mp"
 _PRIMARY = "lightning_mp_command"
-#: what a file or the command line has to say, and how
+#: sections that a file or the command line must give, each with an example
 _REQUIRED = {"plan": "plan=bf16", "model": "model=llama_tiny", "data": "data=library_text"}
 _SECTIONS = (*_REQUIRED, "strategy", "trainer", "callbacks")
-#: keys whose classes, or this package, say what they take; of a model and of data those of the call alone
+#: new keys that may be set without a ``+``, because their names are checked later
 _TAKEN = re.compile(r"(plan|strategy|trainer|callbacks)\.|(model|data)\.[^.]+$|(seed|ckpt_path|run_dir)$")
-#: the command logs by itself, and has its own folder for a run that names none
+#: overrides of Hydra's own section: the command has its own logging and its own folder for a run
 _HYDRAS_PART = ("~hydra/output", "hydra/job_logging=none", "hydra/hydra_logging=none")
-#: how the processes that a run starts know its folder
+#: the environment variable with the run's folder, for processes that the run starts
 RUN_DIR = "LIGHTNING_MP_RUN_DIR"
 
 
@@ -52,10 +52,17 @@ def composed(
     needed: Collection[str] = ("model", "plan"),
     **replaced: Any,
 ) -> Generator[tuple[dict[str, Any], Places]]:
-    """The config that the arguments describe, and where its keys were written; a project's modules can be imported.
+    """Yield the config that the arguments describe, and the places in which its keys were written.
 
-    It is of plain, resolved values, without the sections that have a fault. ``run_dir`` is set, and ``replaced`` are
-    sections to put in place of what was composed. What Hydra cannot compose is raised, with the faults before it.
+    The values are plain and resolved. Sections with a fault are left out, and the faults are added.
+    ``run_dir`` is always set. ``needed`` are sections whose absence is a fault, ``replaced`` are
+    sections that replace the composed ones. Within, modules in the present folder and in the
+    config's folder can be imported.
+
+    Raises:
+        PlanError: there are no arguments (except for ``train``), or the config file is missing, no
+            mapping, or does not compose. Faults that were added before are reported too.
+        MissingExtraError: Hydra is not installed.
     """
     if not arguments and command != "train":
         faults.add(f"{command} without a run", fix=f"write lightning-mp {command} run.yaml")
@@ -64,10 +71,10 @@ def composed(
     experiment = next((text.partition("=")[2] for text in overrides if text.startswith("experiment=")), "train")
     stem, places = experiment if path is None else path.stem, Places()
     home = f"runs/{file_name(stem if command == 'train' else command)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # searched first: else this package's groups would hide the user's of the same name
+    # the user's folders come first: this package's groups must not hide groups of the same name
     folders = [*([] if path is None else [path.parent]), *config_dirs, GROUPS]
     before = list(sys.path)
-    # where a project's own modules are: the present folder, as for python -m, and that of the config
+    # a project's own modules: in the present folder, as for python -m, and beside the config
     sys.path[:] = [str(Path.cwd()), *before, *([] if path is None else [str(path.resolve().parent)])]
     try:
         with _hydra(folders[0], stem, faults, path):
@@ -81,13 +88,20 @@ def composed(
             whole.update(replaced)
             config = _values(whole, needed, faults)
         _check(config, faults)
-        yield config, places  # Lightning starts other processes in another way where Hydra is on
+        yield config, places  # outside of Hydra: within it, Lightning starts processes differently
     finally:
         sys.path[:] = before
 
 
 def sweep(arguments: Sequence[str], faults: Faults) -> tuple[list[str], list[list[str]]]:
-    """What all runs of a sweep are given, and what each one is."""
+    """Return the arguments that all runs of a sweep share, and the overrides of each run.
+
+    Each run has one combination of the swept values.
+
+    Raises:
+        PlanError: an override cannot be parsed.
+        MissingExtraError: Hydra is not installed.
+    """
     path, overrides = _split(arguments)
     with _hydra(GROUPS, "sweep", faults, path):
         swept = [each for each in _parsed(overrides) if each.is_sweep_override()]
@@ -100,7 +114,11 @@ def sweep(arguments: Sequence[str], faults: Faults) -> tuple[list[str], list[lis
 
 
 def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The config file, wherever it stands, and the other arguments; a path may have ``=`` in it."""
+    """Return the config file, or ``None``, and the other arguments.
+
+    The file is the first argument that is an existing YAML file or no override. A path may have
+    ``=`` in it if the file exists.
+    """
     for index, text in enumerate(arguments):
         names_file = text.endswith((".yaml", ".yml")) and Path(text).is_file()
         if names_file or ("=" not in text and not text.startswith("~")):
@@ -109,13 +127,20 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def file_name(text: str) -> str:
-    """``text`` without what a file's name should not have."""
+    """Return the first 120 characters of ``text``, with ``_`` for characters unfit for a file's name."""
     return re.sub(r"[^\w=,.+-]", "_", text)[:120]
 
 
 @contextmanager
 def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Generator[None]:
-    """Hydra's compose API on ``folder``, whose state is put back; what it raises is one fault, in its words."""
+    """Initialize Hydra's compose API on ``folder``, and restore Hydra's state at the end.
+
+    ``path`` is the user's config file, for the message.
+
+    Raises:
+        PlanError: composing failed within. Hydra's message is one fault.
+        MissingExtraError: Hydra is not installed.
+    """
     try:
         from hydra import initialize_config_dir
         from hydra.core.config_store import ConfigStore
@@ -154,7 +179,11 @@ def _hydra(folder: Path, name: str, faults: Faults, path: Path | None) -> Genera
 
 
 def _mapping(path: Path, places: Places, faults: Faults) -> dict[str, Any]:
-    """What a file says; its keys are noted in ``places``."""
+    """Return the content of a YAML file, interpolations unresolved, and add its keys to ``places``.
+
+    Raises:
+        PlanError: there is no such file, or it is no mapping.
+    """
     from omegaconf import OmegaConf
 
     body: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
@@ -167,10 +196,11 @@ def _mapping(path: Path, places: Places, faults: Faults) -> dict[str, Any]:
 
 
 def _misspelt(path: Path, written: dict[str, Any], places: Places, faults: Faults) -> dict[str, str]:
-    """Note each key of a file that is nearly the name of a section which the file lacks; return these names by key.
+    """Add a fault for each key that looks like a misspelt section, and return the sections' names by key.
 
-    A key that the file refers to, as in ``${plans.large}``, is the user's own. So is every key of a file with a
-    defaults list, whose sections may come from elsewhere.
+    Only names that the file lacks count. A key to which the file refers, as in ``${plans.large}``,
+    is the user's own. A file with a defaults list is not checked, because its sections may come
+    from elsewhere.
     """
     if "defaults" in written:
         return {}
@@ -201,8 +231,13 @@ def _composed(
 ) -> DictConfig:
     """Return the whole config, with Hydra's own section.
 
-    A file with a defaults list is Hydra's, as it is. The sections of another file replace those of the package's
-    config. What the command line says of a whole section replaces both.
+    ``written`` is the content of the config file, or ``None`` without one. Hydra composes a file
+    with a defaults list as it is. The sections of another file replace the sections of the
+    package's config. A whole section on the command line replaces both.
+
+    Raises:
+        ValueError: ``experiment=`` stands next to a file without a defaults list.
+        HydraException: Hydra cannot compose the config.
     """
     from hydra.core.config_store import ConfigStore
     from hydra.core.override_parser.types import OverrideType
@@ -215,7 +250,7 @@ def _composed(
     plain = "defaults" not in body
     if plain and written is not None:
         sections = {key: body.pop(key, None) for key in _SECTIONS if key in body or key in _REQUIRED}
-    #: the key of each override, and what Hydra is given
+    #: the key of each override, and the override as Hydra gets it
     lines: list[tuple[str, str]] = []
     for override in parsed:
         key, line = override.key_or_group, str(override.input_line)
@@ -247,7 +282,11 @@ def _composed(
 
 
 def _told_hydra(whole: DictConfig, home: str) -> str:
-    """The run's folder, else ``home``; ``${hydra:…}`` resolves as in an application of Hydra's that writes there."""
+    """Return the run's folder, and pass it to Hydra, so that ``${hydra:…}`` resolves.
+
+    It is ``run_dir`` if set, else ``hydra.run.dir``, else ``home``. In a process that a run started
+    it is always ``home``.
+    """
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf, read_write
 
@@ -260,13 +299,17 @@ def _told_hydra(whole: DictConfig, home: str) -> str:
 
 
 def _values(whole: DictConfig, needed: Collection[str], faults: Faults) -> dict[str, Any]:
-    """The sections as plain values, but those of which a value is missing or does not resolve."""
+    """Return the sections as plain values.
+
+    A fault is added for each ``needed`` section that is missing. A section with a missing value, or
+    an interpolation that does not resolve, is left out, and a fault is added too.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     strategy: Any = OmegaConf.select(whole, "strategy")
     if OmegaConf.is_dict(strategy) and str(strategy.get("_target_")).endswith("make_strategy"):
-        for key in ("plan", *HYDRA_KEYS):  # its keywords are enough
+        for key in ("plan", *HYDRA_KEYS):  # left over: a section of its keywords
             strategy.pop(key, None)
     for name in (name for name in needed if not whole.get(name)):
         faults.add(f"no {name}", fix=f"write a section {name!r}, or choose one of the group: {_REQUIRED[name]}")
@@ -284,11 +327,15 @@ def _values(whole: DictConfig, needed: Collection[str], faults: Faults) -> dict[
     return config
 
 
-# ---------------------------------------------------------------------- checked before anything is built
+# ---------------------------------------------------------------------- checks before building
 
 
 def _check(config: dict[str, Any], faults: Faults) -> None:
-    """Note what names nothing and what is not taken, and drop its sections; the plan is checked where it is built."""
+    """Add a fault for each target that does not exist and each argument it does not take.
+
+    Sections with a fault are removed from ``config``. The plan's arguments are checked later, when
+    the plan is built.
+    """
     for name, value in list(config.items()):
         before = len(faults.found)
         if name != "trainer":
@@ -306,7 +353,10 @@ def _check(config: dict[str, Any], faults: Faults) -> None:
 
 
 def _check_calls(value: Any, path: str, faults: Faults) -> None:
-    """Note each ``_target_`` in ``value`` that is not there or does not take what is given; the plan checks its own."""
+    """Add a fault for each ``_target_`` in ``value`` that does not exist or take its arguments.
+
+    ``path`` is the dotted key of ``value``. The plan's arguments are not checked here.
+    """
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         _check_calls(item, f"{path}.{key}", faults)
@@ -331,13 +381,16 @@ def _check_calls(value: Any, path: str, faults: Faults) -> None:
 
 
 def _check_numbers(given: dict[str, Any], path: str, target: str, faults: Faults) -> None:
-    """Note each value of ``given`` that is no number, where Lightning or this package takes nothing but numbers."""
+    """Add a fault for each value of ``given`` that is no number, if the target's type hint requires one.
+
+    Only targets of Lightning and of this package are checked.
+    """
     if target.partition(".")[0] not in ("lightning", "pytorch_lightning", "lightning_mp"):
         return
     located = _located(target)
     try:
         hints = get_type_hints(located.__init__ if inspect.isclass(located) else located)
-    except (NameError, TypeError):  # of what is imported for type checkers alone
+    except (NameError, TypeError):  # a hint that is imported only for type checkers
         return
     for key, value in given.items():
         hint: Any = hints.get(key)
@@ -351,7 +404,10 @@ def _check_numbers(given: dict[str, Any], path: str, target: str, faults: Faults
 
 
 def signature_of(target: str) -> inspect.Signature:
-    """What the class or function of that name takes: anything, where it does not say."""
+    """Return the signature of the class or function ``target``.
+
+    If it has none, or does not exist, return a signature that takes any arguments.
+    """
     try:
         return inspect.signature(_located(target))
     except (TypeError, ValueError):
@@ -359,7 +415,10 @@ def signature_of(target: str) -> inspect.Signature:
 
 
 def _located(target: str) -> Any:
-    """What a ``_target_`` names, or ``None``; what the user's own module raises on import is raised."""
+    """Return the class or function called ``target``, or ``None`` if it does not exist.
+
+    An exception that the user's module raises on import is raised.
+    """
     try:
         return pydoc.locate(target)
     except pydoc.ErrorDuringImport as error:
