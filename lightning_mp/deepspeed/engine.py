@@ -449,7 +449,7 @@ class Trained:
         self._in_pass[self._places[id(parameter)]] = None
 
     def compare(self) -> None:
-        """Raise RuntimeError on all ranks if they reached different parameters, or in another order.
+        """Raise RuntimeError on all ranks if they reached other parameters, or in another order.
 
         A collective if ``compares``. It is called before each reduction and at the end of each
         pass.

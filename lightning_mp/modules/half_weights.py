@@ -1,6 +1,7 @@
-"""Weights that autocast alone computes with, so that a strategy may gather them in the compute dtype: which, and how.
+"""Weights that only matrix products under autocast read, and a tensor class that holds them in half.
 
-Those that their module's forward hands to a product that autocast casts for, less those that something else reads.
+A strategy may gather such a weight in the compute dtype. A weight qualifies if the module's forward
+only passes it to a product that autocast casts.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from lightning_mp.policy import PrecisionPolicy
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-#: of peft's layers, what has the norms that DoRA takes of the weights below
+#: the attribute of peft's layers with DoRA's norms. DoRA reads the weights below to compute them.
 _DORA = "lora_magnitude_vector"
-#: what a subclass may not replace
+#: methods that a subclass must not replace
 _FORWARDS = ("forward", "_conv_forward")
 
 
 class Weight(NamedTuple):
-    """A parameter that is computed with in half precision alone, and where modules hold it."""
+    """A parameter that only matrix products under autocast read, and its places in modules."""
 
     name: str
     tensor: Tensor
@@ -38,7 +39,11 @@ class Weight(NamedTuple):
 
 
 def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[Weight]:
-    """Every such parameter of ``root``, once; before or after it is sharded."""
+    """Return each such parameter of ``root`` once, before or after it is sharded.
+
+    The list is empty unless the policy's mode is mixed. Parameters of pinned, FP8 and DoRA modules
+    are left out, and tied parameters if one owner reads them in another way.
+    """
     if not policy.mixed:
         return []
     dora = (module for module in root.modules() if getattr(module, _DORA, None))
@@ -55,12 +60,15 @@ def survey(root: nn.Module, pin_map: PinMap, policy: PrecisionPolicy) -> list[We
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Whether it is a layer whose weights are the factors of products."""
+    """True if ``module`` is a layer that multiplies by weights: linear, convolution, attention."""
     return isinstance(module, (*_LAYERS, *conv1d(), nn.MultiheadAttention))
 
 
 def _keys(module: nn.Module) -> tuple[str, ...]:
-    """The parameters of ``module`` that its forward does nothing with but hand them to one product."""
+    """Return the names of parameters that the forward of ``module`` only passes to one product.
+
+    May be empty.
+    """
     cls = original_class(module)
     kind = next((kind for kind in (*_LAYERS, *conv1d(), nn.MultiheadAttention) if issubclass(cls, kind)), None)
     own = [] if kind is None else [vars(base) for base in cls.__mro__[: cls.__mro__.index(kind)]]
@@ -69,20 +77,23 @@ def _keys(module: nn.Module) -> tuple[str, ...]:
     return _PROJECTIONS if kind is nn.MultiheadAttention else ("weight", "bias")
 
 
-# ------------------------------------------------------------------ how they are held
+# ------------------------------------------------------------------ the tensor class
 
-#: modules that a user's call goes through
+#: packages whose frames are not the user's code
 _NOT_THE_USERS = ("torch.", "deepspeed.", "lightning_mp.", "lightning.", "pytorch_lightning.")
 
 
 class AutocastWeight(Tensor):
-    """Reports fp32 and holds ``held``: autocast's cast is answered with an alias of it, so that nothing is copied.
+    """A tensor whose dtype is fp32, and which holds half values in ``held``.
 
-    Views of it are such weights again. Autograd casts the gradient of each use to fp32 before it adds them, as for a
-    weight that is fp32: a plain half one would add in half.
+    A cast to the half dtype, as autocast makes it, returns an alias of ``held`` without a copy. A
+    view is such a tensor again. Functions that read no value, such as ``zeros_like``, return plain
+    tensors in fp32. Autograd casts the gradient of each use to fp32 before it adds gradients. A
+    plain half weight would add them in half.
 
     Raises:
-        PlanError: it is used in any other way, which would need the fp32 values; naming the weight and the pin.
+        PlanError: from any other use, because it would need the fp32 values. The error names the
+            weight and the pin.
     """
 
     held: Tensor
@@ -98,7 +109,10 @@ class AutocastWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """A view of it without gradients; to assign to it is a PlanError, as only rounded values are here."""
+        """Return a view without gradients.
+
+        An assignment raises PlanError, because only rounded values are here.
+        """
         return self.detach()
 
     @data.setter
@@ -134,12 +148,15 @@ class AutocastWeight(Tensor):
 
 
 def reads_no_value(name: str) -> bool:
-    """Whether the function of that name takes a tensor's shape, dtype or device alone."""
+    """True if a function of this name reads only shape, dtype or device: ``*_like``, ``new_*``."""
     return name.endswith("_like") or name.startswith("new_")
 
 
 def users_line() -> str:
-    """Where the user's code is, to go on from the name of an operator."""
+    """Return ``", file.py:12"`` for the innermost frame of user code, as part of a message.
+
+    Without such a frame return an empty string.
+    """
     frame = inspect.currentframe()
     while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_NOT_THE_USERS):
         frame = frame.f_back
@@ -147,7 +164,10 @@ def users_line() -> str:
 
 
 def other_use(name: str, dtype: torch.dtype, func: Any) -> PlanError:
-    """What to say where ``func`` takes the weight ``name``, of which only its values in ``dtype`` are there."""
+    """Return the PlanError for a call of ``func`` that needs fp32 values of the weight ``name``.
+
+    The weight is gathered in ``dtype``.
+    """
     return PlanError.of(
         f"{name} is {dtype_name(dtype)} under this strategy, where autocast alone computes with it; something reads it "
         f"outside a matmul ({func.overloadpacket.__name__}{users_line()})",
@@ -156,7 +176,10 @@ def other_use(name: str, dtype: torch.dtype, func: Any) -> PlanError:
 
 
 def written_in_step(name: str, dtype: torch.dtype) -> PlanError:
-    """What to say where a weight is read or written without a gradient, of which only its values in ``dtype`` are."""
+    """Return the PlanError for a weight that a step reads or writes without a gradient.
+
+    The weight is gathered in ``dtype``.
+    """
     return PlanError.of(
         f"{name} is {dtype_name(dtype)} in a step under this strategy, where autocast alone computes with it; "
         f"something reads or writes its values there{users_line()}",

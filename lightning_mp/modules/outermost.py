@@ -1,4 +1,4 @@
-"""Code around the forward passes of a model's modules, run once for the outermost of nested ones."""
+"""``OutermostCalls``: hooks around the outermost forward pass of a model's modules."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from lightning_mp.compat.torch import in_backward
 
 
 class OutermostCalls:
-    """Calls ``before`` and ``after`` around the outermost forward of a module below ``root``.
+    """Hooks that call ``before`` and ``after`` around the outermost forward in ``root``.
 
-    ``before`` is given the module, ``after`` the module and its output: ``None`` if the forward
-    failed. What ``after`` returns takes the output's place, unless it is ``None``. The recomputation
-    of a forward in a backward pass is no call. In a run the hooks are torch's global ones, so that
-    they cost nothing while they are paused.
+    The forward is one of ``root`` or of a module in it, in a forward of no other such module.
+    ``before`` gets the module. ``after`` gets the module and its output, ``None`` if the forward
+    failed. If ``after`` returns a value other than ``None``, it replaces the output. A forward that
+    a backward pass recomputes does not count. In a run the hooks are torch's global ones, which
+    cost nothing while they are paused.
     """
 
     def __init__(
@@ -29,33 +30,36 @@ class OutermostCalls:
     ) -> None:
         self._modules = set(root.modules())
         self._before, self._after = before, after
-        #: the module whose call is the outermost one, and how often it is entered: it may call itself
+        #: the module of the outermost forward, and its depth, because a module may call itself
         self._outermost: nn.Module | None = None
         self._depth = 0
         self._handles: list[Any] = []
 
     def start(self) -> None:
-        """Call them from now on."""
+        """Register the global hooks, unless hooks are registered."""
         if not self._handles:
             leave = register_module_forward_hook(self._leave, always_call=True)
             self._handles = [register_module_forward_pre_hook(self._enter), leave]
 
     def keep_on_modules(self) -> None:
-        """Call them from hooks of the modules themselves instead, which may stay when the run is over."""
+        """Register hooks on the modules instead of global ones. They may stay after the run."""
         self.stop()
         for module in self._modules:
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def stop(self) -> None:
-        """Remove the hooks; a call that is under way is forgotten."""
+        """Remove the hooks. ``after`` is not called for a forward that is under way."""
         while self._handles:
             self._handles.pop().remove()
         self._outermost, self._depth = None, 0
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
-        """Within, neither is called."""
+        """Remove the hooks within the context.
+
+        At its end, register the global ones if there were any hooks.
+        """
         started = bool(self._handles)
         self.stop()
         try:

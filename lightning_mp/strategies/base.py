@@ -1,4 +1,4 @@
-"""What the strategies share: the plan they run, checkpoints that every other one reads, and what none can run."""
+"""The base of all strategies: the Trainer's plan, checkpoints, and checks of a module."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -50,7 +50,11 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
-    """The plan that the strategy carries out; a PlanError where the Trainer has another plugin, or none."""
+    """Return the plan that the strategy runs.
+
+    Raises:
+        PlanError: the Trainer has another precision plugin.
+    """
     plugin = strategy.precision_plugin
     if isinstance(plugin, MixedPrecisionPlan):
         return plugin
@@ -62,10 +66,15 @@ def plan_of(strategy: Strategy) -> MixedPrecisionPlan:
 
 
 class PlanStrategy(_Base):
-    """Runs the plan it was made for, the one that the Trainer has, or the one that ``precision=`` names.
+    """The base of strategies that run a plan.
 
-    Anything else is refused where it is given. One of ``make_strategy`` serves many Trainers: each but the first gets
-    another like it.
+    The plan is the one that ``make_strategy`` was given, the Trainer's plugin, or the plan that
+    ``precision=`` names. A strategy of ``make_strategy`` serves many Trainers: each Trainer after
+    the first gets a new equal strategy.
+
+    Raises:
+        PlanError: when a Trainer sets ``precision_plugin``, if it contradicts the plan or is no
+            plan.
     """
 
     #: the name and the plan that ``make_strategy`` was given
@@ -73,19 +82,21 @@ class PlanStrategy(_Base):
     made_for: MixedPrecisionPlan | None = None
     #: the name under which ``register_plan`` keeps that plan
     plan_name: str | None = None
-    #: whether every rank writes files of its own, instead of one by the CheckpointIO
+    #: True if a checkpoint is a folder with files of all ranks, instead of one file of the
+    #: CheckpointIO
     saves_folders = False
-    #: the format that the host strategy reads itself, if any
+    #: the checkpoint format that the host strategy reads by itself, ``None`` if it reads none
     own_format: Kind | None = "file"
-    #: makes another one like it, for each Trainer that is given this one but the first
+    #: makes an equal strategy, for each Trainer after the first that is given this one
     made_again: Callable[[], Strategy] | None = None
-    #: the folder of the host's own format that a checkpoint was read from last; ``None`` for any other checkpoint
+    #: the folder that the last checkpoint was read from if it has the host's own format, else
+    #: ``None``
     _folder: str | None = None
     _in_use = False
 
     def _read_accelerator(self) -> Any:
-        # The first that a Trainer reads of a strategy object. What an earlier one has set would contradict its own
-        # accelerator=, plugins= and devices=.
+        # A Trainer reads this first of a strategy object. Values that an earlier Trainer has set
+        # would contradict its own accelerator=, plugins= and devices=.
         if self.made_again is not None and give_new_trainer(None):
             if self._in_use:
                 fresh: Any = self.made_again()
@@ -96,8 +107,9 @@ class PlanStrategy(_Base):
 
     _accelerator: Any = property(_read_accelerator, lambda self, value: vars(self).update(_accelerator=value))
 
-    #: what ``sync_batchnorm=True`` means is left to the plan: Lightning would replace batch norms, pinned ones too. It
-    #: is shown no more than the layer synchronization of a user's own class
+    #: the layer synchronization that the Trainer was given. The plan synchronizes for
+    #: ``sync_batchnorm=True``, because Lightning would replace batch norms, pinned ones too. So
+    #: Lightning sees only a user's own class here.
     given_layer_sync: Any = None
 
     def _shown_layer_sync(self) -> Any:
@@ -112,17 +124,18 @@ class PlanStrategy(_Base):
 
     @property
     def _engine(self) -> Any:
-        """What carries the plan out in the run at hand."""
+        """Return the plan's step engine of the present run."""
         return plan_of(self).engine
 
     def take_plan(self, plugin: Precision | None) -> None:
-        # Not before: a Trainer refuses plugins= beside a strategy that has its own, be it the same.
+        # Set here and not earlier: a Trainer refuses plugins= if the strategy has a plugin, even
+        # the same one.
         _HOST_PLUGIN.fset(self, self._plan_beside(plugin))
         if plugin is not None:
             plan_of(self)
 
     if not TYPE_CHECKING:
-        #: the plan of the run; what Lightning chose where there is none yet
+        #: the plan of the run, or Lightning's choice before there is a plan
         precision_plugin = property(_HOST_PLUGIN.fget, take_plan)
 
     def _plan_beside(self, plugin: Precision | None) -> Precision | None:
@@ -138,7 +151,7 @@ class PlanStrategy(_Base):
             return plugin
         elif word is not None and self.plan_name is not None and word != "32-true":
             rank_zero_info(f"precision={word!r} is not used: the plan {self.plan_name!r} is the run's, {plan!r}")
-        elif word != "32-true":  # which a Trainer also has where nothing is given
+        elif word != "32-true":  # a Trainer has 32-true also if nothing is given
             theirs = repr(plugin) if isinstance(plugin, MixedPrecisionPlan) else _written(plugin)
             raise PlanError.of(
                 f"{theirs} in a Trainer whose strategy was made for {plan!r}",
@@ -150,7 +163,11 @@ class PlanStrategy(_Base):
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save as the host does, with the dtypes that parameters and buffers are stored in."""
+        """Save ``checkpoint`` as the host strategy does. Every rank calls it.
+
+        An entry is added to ``checkpoint``, with the dtypes of parameters and buffers, the strategy
+        and the world size.
+        """
         checkpoint[file_format.NOTES] = file_format.stamped(
             {
                 "dtypes": self.stored_dtypes(),
@@ -163,7 +180,7 @@ class PlanStrategy(_Base):
             self._save_folder(checkpoint, path, storage_options)
         elif not (is_remote_path(path) or self._users_io):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
-        elif self.is_global_zero:  # Lightning's strategies of shards would take the path for that of a local file
+        elif self.is_global_zero:  # Lightning's sharded strategies would take it for a local path
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
@@ -172,24 +189,29 @@ class PlanStrategy(_Base):
             folders.begin(path)
         self.barrier()
         super().save_checkpoint(checkpoint, folders.unfinished(path), storage_options=storage_options)
-        self.barrier()  # the Trainer has one afterwards
+        self.barrier()  # the Trainer has another barrier after finish()
         if first_of_node:
             folders.finish(path)
 
     def share_buffers(self) -> None:
-        """Broadcast rank 0's saved buffers, as under DDP: the model is evaluated with what is saved."""
+        """Broadcast rank 0's saved buffers, as DDP does. A collective.
+
+        The model is then evaluated with the buffers that are saved.
+        """
         share_buffers(self._user_module, self.root_device)
 
     def stored_dtypes(self) -> dict[str, str]:
-        """The short dtype name of every floating parameter and buffer."""
+        """Return the short dtype names of parameters and buffers in fp32, bf16 or fp16, by name."""
         named = (*self._user_module.named_parameters(), *self._user_module.named_buffers())
         return {plain_name(name): _NAMES[tensor.dtype] for name, tensor in named if tensor.dtype in _NAMES}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint as Lightning's single file has it. Every rank calls it.
 
-        Nothing is loaded yet: Lightning first hands the checkpoint to ``on_load_checkpoint``, which may change it, and
-        then calls :meth:`load_model_state_dict` and, in a fit, :meth:`load_optimizer_state_dict`.
+        Nothing is loaded yet. Lightning first passes the checkpoint to ``on_load_checkpoint``,
+        which may change it. Then it calls :meth:`load_model_state_dict` and, in a fit,
+        :meth:`load_optimizer_state_dict`. From a folder of the host's own format, weights and
+        optimizer states are lazy.
 
         Raises:
             CheckpointFormatError: there is no checkpoint, or it cannot be read.
@@ -206,7 +228,8 @@ class PlanStrategy(_Base):
                     return self.open_folder(path, weights_only)
             checkpoint = read_full(path, weights_only=weights_only)
         else:
-            # torch rebuilds tensors of a subclass (torchao's optimizer state) for a device that has a name only
+            # torch rebuilds tensors of a subclass (torchao's optimizer state) only for a device
+            # given by name
             device = {} if self._users_io else {"map_location": "cpu"}
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only, **cast("Any", device))
             if self.own_format == "file":
@@ -217,16 +240,22 @@ class PlanStrategy(_Base):
         return checkpoint
 
     def open_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
-        """Return the checkpoint in a folder of the host's own format; weights and states of optimizers are lazy."""
+        """Return the checkpoint in a folder of the host's own format.
+
+        Weights and optimizer states are lazy.
+        """
         raise NotImplementedError
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning hands the optimizer states over after the hooks of callbacks, as under DDP."""
+        """True: Lightning loads the optimizer states after the hooks of callbacks, as under DDP."""
         return True
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights that hooks left in the checkpoint; from the folder, if they touched none."""
+        """Load the weights of the checkpoint, after hooks changed it. Every rank calls it.
+
+        If no hook touched the weights of a folder, each rank reads only its part.
+        """
         weights = checkpoint["state_dict"]
         with self._optimizers_while_fitting():
             if isinstance(weights, LazyWeights) and not weights.touched:
@@ -239,12 +268,16 @@ class PlanStrategy(_Base):
         raise NotImplementedError
 
     def load_whole_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
-        """Load whole weights, of which every rank has all."""
+        """Load whole weights. Every rank has all of them."""
         self._user_module.load_state_dict(weights, strict=strict)
 
     @contextmanager
     def _optimizers_while_fitting(self) -> Generator[None, None, None]:
-        """Weights alone are loaded to evaluate: the optimizers that are left from a fit may be another module's."""
+        """Outside of a fit, take ``self.optimizers`` away within the context.
+
+        Only weights are loaded for evaluation, and optimizers left from a fit may belong to another
+        module.
+        """
         trainer, kept = trainer_of(self.lightning_module), self.optimizers
         if trainer is not None and trainer.state.fn != TrainerFn.FITTING:
             self.optimizers = []
@@ -258,7 +291,14 @@ class PlanStrategy(_Base):
         return type(self.checkpoint_io) is not TorchCheckpointIO
 
     def _format(self, path: Any) -> Kind:
-        """What lies at ``path``; a "file" is what the CheckpointIO reads, a user's plugin whatever it wrote."""
+        """Return the format of the checkpoint at ``path``.
+
+        ``"file"`` means that the CheckpointIO reads it. A path that is no known format is
+        ``"file"`` under a user's own CheckpointIO.
+
+        Raises:
+            CheckpointFormatError: there is no checkpoint, under Lightning's own CheckpointIO.
+        """
         try:
             return kind_of(path)
         except CheckpointFormatError:
@@ -267,14 +307,15 @@ class PlanStrategy(_Base):
             raise
 
     def reads(self, path: Any) -> bool:
-        """Whether the host strategy can be left to read what lies at ``path``."""
+        """True if the host strategy can read the checkpoint at ``path`` by itself."""
         return self._format(path) == self.own_format
 
     def load_sharded_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
-        """Load what this rank holds of whole weights.
+        """Load this rank's shards of whole weights.
 
         Raises:
-            RuntimeError: ``strict``, and a name is in one of the checkpoint and the module alone.
+            RuntimeError: a shape differs; or ``strict``, and a name is missing in the checkpoint or
+                in the module.
         """
         module = self._user_module
         state = module.state_dict()
@@ -292,9 +333,10 @@ class PlanStrategy(_Base):
         module.load_state_dict(shards, strict=strict and not gone)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer states that hooks left in the checkpoint; from the folder, if they touched none.
+        """Load the optimizer states of the checkpoint, after hooks changed it. Every rank calls it.
 
-        Without any state the learning rates are those of the schedulers.
+        If no hook touched the states of a folder, each rank reads only its part. If there are no
+        states, the optimizers' learning rates are set to the schedulers'.
         """
         states = checkpoint["optimizer_states"]
         if isinstance(states, LazyStates) and not states.touched:
@@ -309,21 +351,24 @@ class PlanStrategy(_Base):
         raise NotImplementedError
 
     def load_whole_states(self, states: list[Any]) -> None:
-        """Load optimizer states for whole parameters, one an optimizer."""
+        """Load optimizer states of whole parameters, one state for each optimizer."""
         super().load_optimizer_state_dict({"optimizer_states": states})
 
     def load_sharded_states(self, states: list[Any]) -> None:
-        """Load what this rank holds of optimizer states for whole parameters.
+        """Load this rank's shards of optimizer states of whole parameters.
 
-        Lightning's own way takes the numbers in an optimizer's state for positions in the *model*, which they are not
-        where an optimizer has several groups or leaves parameters out.
+        Lightning's own way reads the numbers in an optimizer's state as positions in the *model*.
+        They differ if an optimizer has several groups, or leaves parameters out.
         """
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(by_parameter(state, optimizer, _held))
 
 
 def sharded_like(target: Any, full: Any) -> Any:
-    """``full``, sharded as ``target`` is if that is a DTensor of its shape."""
+    """Return ``full`` sharded like ``target`` if ``target`` is a DTensor of its shape.
+
+    Otherwise return ``full``. Every rank has the whole tensor, so nothing is sent.
+    """
     if not isinstance(target, DTensor) or not isinstance(full, Tensor) or full.shape != target.shape:
         return full
     return distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
@@ -336,7 +381,11 @@ def _held(parameter: Tensor | None, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def set_learning_rates(optimizers: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Give each optimizer's groups the learning rates of the checkpoint's schedulers."""
+    """Set learning rates to the last rates of the checkpoint's schedulers.
+
+    The first optimizer takes the rates of the first scheduler, and so on. Optimizers without a
+    scheduler keep their rates.
+    """
     for optimizer, state in zip(optimizers, checkpoint.get("lr_schedulers") or (), strict=False):
         for group, rate in zip(optimizer.param_groups, state.get(LAST_RATES) or (), strict=False):
             group["lr"] = rate if not isinstance(group["lr"], torch.Tensor) else group["lr"].fill_(rate)
@@ -346,12 +395,13 @@ def _written(plugin: Precision) -> str:
     return f"{type(plugin).__name__}({plugin.precision!r})"
 
 
-# ------------------------------------------------------------------ what cannot work on weights that are not whole
+# ------------------------------------------------------------------ checks for weights that are not
+# whole
 
 _AVERAGES: tuple[Any, ...] = (WeightAveraging, callbacks.StochasticWeightAveraging)
-# the learning-rate finder waits for ever where it restores what it saved
+# the learning-rate finder deadlocks when it restores its checkpoint
 _NEED_ALL: tuple[Any, ...] = (*_AVERAGES, callbacks.ModelPruning, callbacks.LearningRateFinder)
-# BaseFinetuning finds what an optimizer has by comparing numbers
+# BaseFinetuning finds an optimizer's parameters by comparing values
 _UNFIT: dict[str, tuple[Any, ...]] = {
     "sharded weights": _NEED_ALL,
     "pipeline stages": (*_NEED_ALL, callbacks.BaseFinetuning),
@@ -361,7 +411,7 @@ _UNFIT: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_callbacks(module: Any, why: str, faults: Faults) -> None:
-    """Note each callback of a fit that cannot work where weights are held as ``why``, a key of the table, says."""
+    """Add a fault for each callback of a fit that cannot work. ``why`` is a key of ``_UNFIT``."""
     trainer: Any = trainer_of(module)
     for callback in trainer.callbacks if trainer and trainer.state.fn == TrainerFn.FITTING else ():
         if isinstance(callback, _UNFIT[why]):
@@ -370,7 +420,10 @@ def refuse_callbacks(module: Any, why: str, faults: Faults) -> None:
 
 
 def refuse_gradients(module: nn.Module, faults: Faults, ignored: Iterable[Any] = ()) -> None:
-    """Add a fault for each weight whose gradients cannot be summed into shards; ``ignored`` ones are not sharded."""
+    """Add a fault for each weight whose gradients cannot be reduced into shards: complex or sparse.
+
+    Weights in ``ignored`` are not sharded, and pass.
+    """
     left_out = set(map(id, ignored))
     for name, parameter in module.named_parameters():
         if parameter.is_complex() and id(parameter) not in left_out:
@@ -395,9 +448,17 @@ def refuse_weights(
     why: str = "sharded weights",
     whole: bool = False,
 ) -> None:
-    """Note weights of which ranks cannot hold shards, and embeddings whose forward writes to weights not ``whole``.
+    """Add a fault for each weight that cannot be sharded.
 
-    The ``ignored`` ones are not sharded.
+    They are parameters without a dimension, and embeddings with ``max_norm``, whose forward writes
+    to the weight.
+
+    Args:
+        module: the module to check.
+        faults: the list of faults.
+        ignored: parameters that are not sharded. A parameter without a dimension then passes.
+        why: the words of the message for the strategy.
+        whole: True if each rank has whole weights. Embeddings with ``max_norm`` then pass.
     """
     left_out = set(map(id, ignored))
     for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""DistributedDataParallel under a plan: Lightning's own strategy, and checkpoints of every other."""
+"""DistributedDataParallel under a plan: Lightning's strategy, and checkpoints of all strategies."""
 
 import torch
 from torch import nn
@@ -9,10 +9,11 @@ from lightning_mp.strategies.base import PlanStrategy
 
 
 class PlanDDPStrategy(PlanStrategy, DDPStrategy):
-    """Lightning's ``DDPStrategy``, which also resumes from sharded and DeepSpeed checkpoints.
+    """Lightning's ``DDPStrategy`` under a plan.
 
-    One process runs as Lightning's single device: no launcher, no process group, no wrapper, the user's own sampler.
-    Takes the keywords of ``DDPStrategy``.
+    It resumes from sharded and DeepSpeed checkpoints too. It takes the keywords of ``DDPStrategy``.
+    A single process runs as under Lightning's single device: without a launcher, a process group
+    and a wrapper, and with the user's own sampler.
     """
 
     plan_engine = EagerEngine
@@ -44,7 +45,7 @@ class PlanDDPStrategy(PlanStrategy, DDPStrategy):
             return model
         packed = [(one, one.data) for one in model.parameters() if one.is_floating_point() and one.itemsize == 1]
         for parameter, data in packed:
-            parameter.data = data.view(torch.uint8)  # rank 0 sends its weights, and gloo sends no float8
+            parameter.data = data.view(torch.uint8)  # DDP broadcasts, and gloo knows no float8
         try:
             return super()._setup_model(model)
         finally:

@@ -1,4 +1,4 @@
-"""The factory: a strategy by name, and the Trainer arguments of a plan."""
+"""The factory: ``make_strategy``, ``register_plan`` and ``trainer_kwargs``."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,19 @@ from lightning_mp.strategies.base import PlanStrategy
 def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Strategy:
     """Return a strategy that runs ``plan``: ``Trainer(strategy=make_strategy("fsdp2", plan))``.
 
-    The plan may be given to the Trainer too. The Trainer refuses another plan, another plugin, or ``precision=``.
+    The plan may be given to the Trainer too. The Trainer refuses another plan, another precision
+    plugin, and ``precision=`` other than ``"32-true"``.
 
     Args:
-        name: ``auto``, ``ddp``, ``fsdp2`` (or ``fsdp``), ``hsdp``, ``fsdp1``, ``pipeline``, ``deepspeed_zero1`` to
-            ``3`` and their ``_offload`` forms, with or without ``mp_`` in front.
+        name: ``auto``, ``ddp``, ``fsdp2`` (or ``fsdp``), ``hsdp``, ``fsdp1``, ``pipeline``,
+            ``deepspeed_zero1`` to ``3`` and their ``_offload`` forms, with or without ``mp_`` in
+            front.
         plan: the plan of the run. Contradictions with ``overrides`` are found here.
         overrides: keywords of the strategy and of its host (Lightning's class, DDP, FSDP).
 
     Raises:
-        PlanError: an unknown name or keyword, with near ones; a contradiction between plan and overrides.
+        PlanError: an unknown name or keyword, with near ones; a contradiction between plan and
+            overrides; or ``plan`` is no MixedPrecisionPlan.
         MissingExtraError: DeepSpeed is needed and not installed.
     """
     _check_plan(plan, "make_strategy")
@@ -69,11 +72,13 @@ def trainer_kwargs(
 ) -> dict[str, Any]:
     """Return the Trainer arguments of a plan: ``Trainer(**trainer_kwargs(plan, strategy="fsdp2", devices=8))``.
 
-    ``strategy`` is a name for :func:`make_strategy`, or its result. Other arguments are passed on. The Trainer refuses
-    a second precision.
+    ``strategy`` is a name for :func:`make_strategy`, or a strategy. ``plugins`` are kept next to
+    the plan. Other arguments are returned as they are. The Trainer refuses a second precision
+    plugin.
 
     Raises:
         PlanError: an unknown strategy, or ``plan`` is no MixedPrecisionPlan.
+        MissingExtraError: DeepSpeed is needed and not installed.
     """
     _check_plan(plan, "trainer_kwargs")
     plugins = trainer_args.pop("plugins", None) or []

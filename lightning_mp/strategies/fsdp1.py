@@ -1,4 +1,7 @@
-"""Lightning's ``FSDPStrategy`` under a plan, in its plain regime: FSDP1 is deprecated, and FSDP2 does the rest."""
+"""Lightning's ``FSDPStrategy`` under a plan without pins.
+
+FSDP1 is deprecated, and FSDP2 can do more.
+"""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -36,7 +39,7 @@ from lightning_mp.plan.engine import StepEngine
 from lightning_mp.strategies.base import PlanStrategy, plan_of, refuse_callbacks, refuse_gradients, refuse_weights
 
 _INSTEAD = "use strategy='mp_fsdp2'"
-#: keywords that are refused, and what to do
+#: refused keywords, and the fix for each
 _REFUSED = {
     **dict.fromkeys(("ignored_states", "ignored_modules", "ignored_parameters", "param_init_fn"), _INSTEAD),
     "auto_wrap_policy": "write wrap=[TheBlock], with the same classes",
@@ -47,13 +50,15 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
     """``FullyShardedDataParallel`` under a plan without pins, on CUDA and on the CPU (gloo).
 
     Args:
-        wrap: module classes, names of classes or patterns that become FSDP units; by default transformers'
-            ``_no_split_modules``, else modules of 100M parameters.
-        **host: ``FSDPStrategy``'s other keywords, and ``FullyShardedDataParallel``'s. A checkpoint is one file.
+        wrap: module classes, names of classes or patterns that become FSDP units. Default:
+            transformers' ``_no_split_modules``, else modules of 100M parameters.
+        **host: other keywords of ``FSDPStrategy`` and of ``FullyShardedDataParallel``. A checkpoint
+            is one file.
 
     Raises:
-        PlanError: at construction: keywords that the plan decides, replicas of shards; at start: pins, manual
-            optimization, parameters that one flat tensor cannot hold, another fit of a module that is wrapped.
+        PlanError: at construction, for a keyword that cannot be used, and for replicas of shards.
+            When a run starts, for pins, manual optimization, parameters that one flat tensor cannot
+            hold, and another fit of a wrapped module.
     """
 
     plan_engine = ShardedEngine
@@ -76,13 +81,16 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
     # ------------------------------------------------------------------ the model
 
     def check_plan(self, engine: StepEngine, module: Any, faults: Faults) -> Any:
-        """Decide what is wrapped: a policy for FSDP; ``None`` where a run before did. Changes nothing."""
+        """Return FSDP's wrapping policy, or ``None`` if ``module`` is wrapped already.
+
+        Change nothing. Add a fault for anything that FSDP1 cannot run.
+        """
         refuse_callbacks(module, "FSDP1's flat parameters", faults)
         fitting, stored = module.trainer.state.fn == TrainerFn.FITTING, to_torch(engine.policy.storage_dtype)
         if engine.policy.pins:
             faults.add("pins with FSDP1, whose units have one dtype", fix=_INSTEAD)
         if not module.automatic_optimization and fitting:
-            # a backward pass inside training_step is one inside the root's forward, which FSDP1 does not survive
+            # training_step is the root's forward, and FSDP1 cannot run a backward pass within it
             faults.add("automatic_optimization=False under FSDP1", fix="use strategy='mp_fsdp2' or 'mp_ddp'")
         if FSDP1_ROOT in vars(module):
             if fitting or any(parameter.dtype != stored for parameter in module.parameters()):
@@ -108,7 +116,10 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         return CustomPolicy(set(inner).__contains__)
 
     def setup(self, trainer: Trainer) -> None:
-        """Apply the plan, make the optimizers on whole parameters, which wrapping keeps as objects, then wrap."""
+        """Apply the plan, make the optimizers, then wrap the module. Every rank calls it.
+
+        Optimizers are made on whole parameters, because wrapping keeps the parameter objects.
+        """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         plan, module, fitting = plan_of(self), cast("Any", self.model), trainer.state.fn == TrainerFn.FITTING
@@ -118,7 +129,7 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             self.setup_optimizers(trainer)
         if FSDP1_ROOT not in vars(module):
             broadcast_from_first(module, self.root_device)
-            # there is nowhere to offload to from the CPU, and torch would pin memory for it
+            # on the CPU there is nothing to offload, and torch would pin memory for it
             on_cpu = self.root_device.type == "cpu"
             vars(module)[FSDP1_ROOT] = FullyShardedDataParallel(
                 module,
@@ -153,14 +164,22 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             return root.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Collect the state, numbered by the optimizer's own groups, as any optimizer loads it."""
+        """Return the whole state of ``optimizer`` on rank 0. A collective.
+
+        It is numbered by the optimizer's own groups, as any optimizer loads it. Other ranks return
+        FSDP's empty result.
+        """
         with self._whole_states() as root:
             state = FullyShardedDataParallel.optim_state_dict(root, optimizer)
         return rekeyed(state) if self.global_rank == 0 else state
 
     @contextmanager
     def _whole_states(self, *, loading: bool = False) -> Generator[FullyShardedDataParallel, None, None]:
-        """Whole state dicts; the memory of a CPU cannot be offloaded to the CPU: torch crashes on it."""
+        """Yield the root, whose state dicts are whole within the context.
+
+        Unless ``loading``, only rank 0 has them. On the CPU nothing is offloaded to the CPU,
+        because torch crashes on it.
+        """
         root = cast("FullyShardedDataParallel", self.model)
         how = {"offload_to_cpu": self.root_device.type != "cpu", "rank0_only": not loading}
         configs = FullStateDictConfig(**how), FullOptimStateDictConfig(**how)
@@ -168,14 +187,15 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
             yield root
 
     def load_whole_weights(self, weights: Mapping[str, Any], *, strict: bool) -> None:
-        """Shard whole weights into what this rank holds."""
+        """Load this rank's shards of whole weights. Every rank calls it."""
         with self._whole_states(loading=True) as root:
             root.load_state_dict(weights, strict=strict)
 
     def load_whole_states(self, states: list[Any]) -> None:
-        """Shard whole optimizer states into what this rank holds.
+        """Load this rank's shards of whole optimizer states. Every rank calls it.
 
-        Lightning takes the numbers for places in the *model*, which they are not where there are several groups.
+        Lightning reads the numbers in a state as positions in the *model*. They differ if there are
+        several groups.
         """
         with self._whole_states(loading=True) as root:
             names = {id(parameter): plain_name(name) for name, parameter in root.named_parameters()}
@@ -186,7 +206,10 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
 
 @contextmanager
 def _unwrapped(module: nn.Module) -> Generator[None, None, None]:
-    """Take the wrappers of an earlier run out of the tree meanwhile: names and classes are those the user wrote."""
+    """Take the FSDP wrappers of an earlier run out of the tree within the context.
+
+    Module names and classes are then the user's.
+    """
     wrapped = FullyShardedDataParallel
     parents = [parent for parent in module.modules() if not isinstance(parent, wrapped)]
     children = [(parent, *named) for parent in parents for named in parent.named_children()]

@@ -1,6 +1,6 @@
-"""The strategies by name: what ``make_strategy`` builds, and what Lightning knows as ``mp_<name>``.
+"""The table of strategies by name, for ``make_strategy`` and Lightning's registry (``mp_<name>``).
 
-Nothing heavy is imported here before a strategy is built.
+A strategy's module is imported when the strategy is built.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PREFIX = "mp_"
 
 
 class Entry(NamedTuple):
-    """A class of this package, which of its keywords a name fixes, and to whom it passes on other keywords."""
+    """A strategy's class as ``module:name``, its description, and the keywords that it fixes."""
 
     home: str
     description: str
     fixed: Mapping[str, Any] = {}
-    #: callables, as ``module:name``, whose keywords are also its own
+    #: callables as ``module:name``, whose keywords the strategy takes too
     hosts: tuple[str, ...] = ()
 
 
@@ -67,7 +67,7 @@ STRATEGIES: dict[str, Entry] = {
     "deepspeed_zero3_offload": _zero(3, offload_optimizer=True, offload_parameters=True),
 }
 
-#: keywords of the hosts that the plan or the Trainer answers, besides the plan's own
+#: keywords that are refused, because the plan or the Trainer decides them
 _THE_PLANS = frozenset((
     *(item.name for item in fields(PrecisionPolicy)),
     *("gradient_checkpointing", "activation_checkpointing", "activation_checkpointing_policy", "precision_plugin"),
@@ -77,10 +77,16 @@ _THE_PLANS = frozenset((
 
 
 def build(name: object, policy: PrecisionPolicy | None, overrides: Mapping[str, Any]) -> Strategy:
-    """The strategy of that name, ``mp_`` in front of it or not.
+    """Return a new strategy by its name, with or without ``mp_`` in front.
+
+    ``policy`` is passed to strategies that take it. ``overrides`` are keywords of the strategy and
+    of its hosts.
 
     Raises:
-        PlanError: an unknown name or keyword, with near ones; whatever the strategy itself refuses.
+        PlanError: an unknown name or keyword, with near ones; a keyword that the name, the plan or
+            the Trainer decides; a package of an unsupported version; or a value that the strategy
+            refuses.
+        MissingExtraError: DeepSpeed is needed and not installed.
     """
     plain = str(name).lower().removeprefix(PREFIX)
     with Faults("make_strategy") as faults:
@@ -114,7 +120,7 @@ def _load(home: str) -> Any:
 
 
 def trainer_arguments() -> list[str]:
-    """What Lightning's Trainer takes."""
+    """Return the names of the Trainer's arguments."""
     return [name for name in inspect.signature(lightning.Trainer.__init__).parameters if name != "self"]
 
 
@@ -124,17 +130,18 @@ def _keywords(callables: Iterable[Callable[..., Any]]) -> list[str]:
     return [parameter.name for parameter in given if parameter.kind in kinds and parameter.name != "module"]
 
 
-#: what this package has registered with Lightning, by name
+#: the builders that this package has registered with Lightning, by name
 _registered: dict[str, Callable[..., Strategy]] = {}
 
 
 def register(ending: str = "", builder: Callable[[str], Strategy] | None = None) -> None:
-    """Make every name known to Lightning, as ``mp_<name>`` with ``ending``.
+    """Register every strategy with Lightning, as ``mp_<name>`` with ``ending``.
 
-    ``builder`` is called with the name, and replaces what this package registered under it before. Without ``builder``
-    a name that is there stays as it is. A strategy that somebody else registered under such a name always stays.
+    ``builder`` is called with the name without ``mp_``. It replaces an earlier builder of this
+    package. Without ``builder`` a registered name stays as it is. A strategy that another package
+    registered always stays.
     """
-    entries: dict[str, Any] = dict(lightning.StrategyRegistry)  # whose own ``get`` builds a strategy
+    entries: dict[str, Any] = dict(lightning.StrategyRegistry)  # its own ``get`` builds a strategy
     for name, entry in STRATEGIES.items():
         known_as = f"{PREFIX}{name}{ending}"
         present = entries.get(known_as)
