@@ -348,8 +348,8 @@ class StepEngine(ABC):
 
         Raises:
             PlanError: a pinned module was replaced during the run.
-            RuntimeError: under DDP, parameters were frozen or unfrozen within an accumulation
-                window.
+            RuntimeError: under DDP or FSDP1, parameters were frozen or unfrozen within an
+                accumulation window. Under ZeRO, they were at any time in the run.
         """
         trained = [*map(_REQUIRES_GRAD, self._parameters)]
         if trained != self._trained:
@@ -362,9 +362,9 @@ class StepEngine(ABC):
         return self.first_step("training_step")
 
     def _tell_of_recomputation(self) -> None:
-        """Warn of modules that were chosen for checkpointing and whose forward nothing called.
+        """Warn of modules that were chosen for checkpointing, have gradients and do not recompute.
 
-        The check is skipped if torch.compile was used.
+        Nothing calls the forward of such a module. The check is skipped if torch.compile was used.
         """
         assert self._module is not None, "training_step() before check()"
         self._told_of_recomputation = True
@@ -652,7 +652,7 @@ class StepEngine(ABC):
     def _loss_is_bad(self) -> bool:
         """True if the loss, before it was scaled, is not finite on some rank.
 
-        A device sync. On several ranks it is a collective.
+        A device sync. On several ranks it is a collective. False without a loss.
         """
         if self._loss is None:
             return False
@@ -701,7 +701,8 @@ class EagerEngine(StepEngine):
     def _set_reduce_dtype(self, ddp: DistributedDataParallel) -> None:
         """Make DDP sum gradients in ``reduce_dtype`` instead of their own dtypes.
 
-        float64 and complex gradients keep their dtype. Nothing changes if no other dtype is left.
+        float64 and complex gradients keep their dtype. DDP gets no hook if every other gradient is
+        in ``reduce_dtype`` already.
         """
         dtype = to_torch(self.policy.reduce_dtype)
         summed = {each.dtype for each in ddp.parameters() if each.requires_grad and each.is_floating_point()}

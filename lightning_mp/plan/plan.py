@@ -193,10 +193,10 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
     def apply(self, module: nn.Module) -> Any:
         """Check the policy on this module, device and strategy, then change ``module`` in place.
 
-        The run begins: process-wide settings, such as TF32, are changed until :meth:`teardown`. A
-        module that is attached to no Trainer is checked for the device of its first parameter. On
-        several ranks of a process group this is a collective, which compares the plan, the module
-        and the faults of all ranks.
+        A run begins: process-wide settings, such as TF32, are changed until :meth:`teardown`. An
+        earlier run of the plan is ended first, unless its Trainer is still running. A module that
+        is attached to no Trainer is checked for the device of its first parameter. On several ranks
+        this is a collective, which compares the plan, the module and the faults of all ranks.
 
         Returns:
             The value of the strategy's ``check_plan``, such as the units that it will shard.
@@ -352,8 +352,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
 
         Raises:
             PlanError: a pinned module was replaced during the run.
-            RuntimeError: under DDP, parameters were frozen or unfrozen within an accumulation
-                window.
+            RuntimeError: under DDP or FSDP1, parameters were frozen or unfrozen within an
+                accumulation window. Under ZeRO, they were at any time in the run.
         """
         engine = self._run.engine
         watch = NOTHING if engine is None else engine.training_step()
@@ -379,16 +379,16 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             yield
 
     def convert_input(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors in the parameters' dtype, under half true modes.
+        """Cast the floating tensors of ``data`` to the parameters' dtype, and return the result.
 
-        These are ``bf16-true`` and ``16-true``. Under other modes ``data`` is returned unchanged.
+        This is for ``bf16-true`` and ``16-true``. Under other modes ``data`` is returned unchanged.
         """
         return cast_floating(data, self._run.storage_dtype) if self._run.half_storage else data
 
     def convert_output(self, data: Any) -> Any:
-        """Return ``data`` with floating tensors in torch's default dtype, under half true modes.
+        """Cast the floating tensors of ``data`` to torch's default dtype, and return the result.
 
-        These are ``bf16-true`` and ``16-true``. Under other modes ``data`` is returned unchanged.
+        This is for ``bf16-true`` and ``16-true``. Under other modes ``data`` is returned unchanged.
         """
         return cast_floating(data, torch.get_default_dtype()) if self._run.half_storage else data
 
@@ -453,6 +453,7 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         Raises:
             NonFiniteError: more skipped steps in a row than ``nonfinite`` allows. It is a
                 LossScaleError after an overflow at the lowest loss scale, with ``at_min="raise"``.
+                If ``nonfinite`` saves batches or rewinds, the end of the batch raises or rewinds.
             PlanError: an optimizer that came during the run cannot step under the policy, or its
                 gradients come from a loss that was not scaled.
             RuntimeError: there is no run, because the fit is over.
