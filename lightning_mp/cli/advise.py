@@ -196,6 +196,7 @@ def _given(params: float | None, config: Path | None) -> Any:
 
 
 def _show(advice: Advice, money: tuple[float, float, float] | None) -> None:
+    """Print the best choices as a table, and details of the first. ``money`` is its cost: low, mid, high."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -130,6 +130,10 @@ def demo(
 
 
 def _demo(steps: int | None, out: Path) -> Comparison:
+    """Train the demo's plans on this machine and return the comparison.
+
+    The plan with TF32 is left out if the device has no TF32.
+    """
     import torch
 
     from lightning_mp.comparison.compare import compare

@@ -242,6 +242,7 @@ def collect() -> dict[str, Any]:
 
 
 def _on(device: torch.device) -> dict[str, Any]:
+    """Return the name of a device, and for each mode whether it runs there or why it is refused."""
     from lightning_mp.numerics.dtypes import describe
     from lightning_mp.policy import PRECISIONS, hardware
 

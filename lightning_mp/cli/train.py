@@ -98,6 +98,7 @@ def run(
 
 
 def _check_settings(config: dict[str, Any], faults: Faults) -> None:
+    """Add a fault for a seed out of range, and for a local checkpoint that does not exist."""
     from lightning_mp.errors import is_whole
 
     seed, checkpoint = config.get("seed"), str(config.get("ckpt_path"))
@@ -119,6 +120,11 @@ def _as_yaml(config: dict[str, Any]) -> str:
 
 
 def _train(config: dict[str, Any], regime: Regime, say: Say) -> int:
+    """Train the run, and return 1 if it was interrupted, else 0. Rank 0 writes the config before.
+
+    Raises:
+        PlanError: a part cannot be built, Lightning refuses the run, or the folder cannot be written.
+    """
     parts = load_parts()
     from lightning_mp.compat.lightning import rank_zero_only
     from lightning_mp.errors import Faults, counted

@@ -199,6 +199,10 @@ def stale(values: Values, option: Values, replaced: Values, typed: Iterable[KeyP
 
 
 def _merged(composed: Values, option: Values, replaced: Values) -> dict[str, Any]:
+    """Return ``composed`` with the values of ``option`` that differ from those of ``replaced``.
+
+    Mappings are merged key by key, unless their ``_target_`` differs.
+    """
     merged = _copied(composed)
     for key, value in option.items():
         before = replaced.get(key, _ABSENT)

@@ -152,7 +152,7 @@ class _WithBuffers:
 
     @contextmanager
     def _first(self) -> Generator[None, None, None]:
-        """Around the first run: at the end, drop the copies of buffers that it did not change."""
+        """Run the forward within. At the end, drop the copies of buffers that it did not change."""
         yield
         self._done = True
         for place, (buffers, old, version) in self._before.items():
@@ -165,7 +165,7 @@ class _WithBuffers:
 
     @contextmanager
     def _again(self) -> Generator[None, None, None]:
-        """Around each recomputation: put copies of the first run's buffers in place, and undo it at the end.
+        """Put copies of the first run's buffers in place for a recomputation, and undo it at the end.
 
         The copies are new tensors, because a write to the present buffers would invalidate tensors
         that autograd saved.

@@ -100,6 +100,10 @@ class FirstStep(TorchDispatchMode):
     def _allow_cast_alone(
         self, func: OpOverload, name: str, given: list[Tensor], made: list[Tensor], kwargs: Mapping[str, Any]
     ) -> None:
+        """Raise PlanError if an operator reads a weight of ``halves``, except by a cast to autocast's dtype.
+
+        Views of such a weight are marked, and checked like the weight.
+        """
         dtype = to_torch(self._compute)
         for tensor in given:
             weight = self._half_values.get(id(tensor)) or getattr(tensor, _PART_OF, None)
@@ -110,6 +114,7 @@ class FirstStep(TorchDispatchMode):
                 raise other_use(weight, dtype, func)
 
     def _source(self, tensor: Tensor) -> _Source | None:
+        """Return the pinned weight that ``tensor`` is, or comes from; ``None`` if there is none."""
         if not isinstance(tensor, nn.Parameter):
             return getattr(tensor, _SOURCE, None)
         if id(tensor) not in self._known:
@@ -182,6 +187,7 @@ class FirstStep(TorchDispatchMode):
 
 
 def _past_pin(source: _Source, how: str, name: str) -> PlanError:
+    """Return the error for a pinned weight that operator ``name`` uses outside of its module."""
     member = source.member
     # a ParameterDict has no forward
     call = f"call {member.name!r} there, " if has_own_forward(member.module) else ""

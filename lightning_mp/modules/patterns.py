@@ -202,6 +202,7 @@ def _anchor(base: type[nn.Module]) -> tuple[type, ...]:
 
 @cache
 def _swapped_class(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``base`` with ``mixin``, always the same class for the same two."""
     forward, (layers, original) = cast("FunctionType", mixin.forward), _layers(base)
     own = FunctionType(forward.__code__, forward.__globals__, closure=forward.__closure__)
     namespace = {

@@ -303,6 +303,10 @@ class PinnedForward(Swapped):
         return cast_within_range(output, wanted) if entry and wanted is not None else output
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply ``fn`` to the module, but keep its own floating tensors in the pin's dtype.
+
+        Quantized tensors become what ``fn`` returns.
+        """
         pin = self.__dict__.get("_lmp_pin")
         run, module = cast("Any", super())._apply, cast("nn.Module", self)
         takes_recurse = apply_takes_recurse(original_class(module))
@@ -354,6 +358,11 @@ def apply(pin_map: PinMap, *, mixed: bool, compute_dtype: torch.dtype, device_ty
 
 
 def _state(member: PinnedModule, mixed: bool, compute_dtype: torch.dtype, device_type: str) -> PinState:
+    """Return the state for the forward of ``member``.
+
+    Without ``pin.output``, outputs get the input's dtype if autocast is off around the module.
+    Under autocast they stay as they are, except that a pin in the other half format returns fp32.
+    """
     module, dtype, output = member.module, to_torch(member.pin.dtype), member.pin.output
     own, quantized = _own(module), uncastable(module)
     # an earlier run may have sharded the module since

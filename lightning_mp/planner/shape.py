@@ -371,6 +371,7 @@ def checked(
 
 
 def _check_degrees(layout: Layout, shape: ModelShape, faults: Faults) -> None:
+    """Add a fault for each parallel degree that does not fit the GPUs or ``shape``."""
     degrees = {name: getattr(layout, name) for name in ("data", "tensor", "pipeline", "context")}
     product = math.prod(degrees.values())
     if product != layout.gpus:

@@ -62,6 +62,11 @@ def plain_mapping(config: Mapping[str, Any] | str | PathLike[str] | Any) -> dict
 
 
 def _built(value: Any, path: str, faults: Faults) -> Any:
+    """Return ``value`` with each nested mapping reduced to its fields, or built by its ``_target_``.
+
+    A fault is added for an unknown target, and for a call that fails. The fields are returned then.
+    ``path`` is the dotted key of ``value``, with a dot at its end.
+    """
     if isinstance(value, list):
         return [_built(item, path, faults) for item in cast("list[Any]", value)]
     if not isinstance(value, Mapping):

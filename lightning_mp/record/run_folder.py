@@ -100,6 +100,12 @@ class RunFolder:
         return folder
 
     def _begin(self, writer: str, resumed_at: int | None, new: bool) -> None:
+        """Delete or shorten the files of an earlier run, and write ``run.json`` if it is missing.
+
+        Raises:
+            InUseError: the folder holds files that must stay.
+            OSError: a file cannot be deleted or written.
+        """
         about = _about(self.path)
         ours = _is_ours(about)
         if ours and (said := newer(about)):

@@ -59,6 +59,14 @@ def is_fresh(trainer: Trainer) -> bool:
 
 
 def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
+    """Open and return the run's folder.
+
+    It is ``run_dir``, else for a resumed run the folder of the earlier run, else a new folder.
+
+    Raises:
+        PlanError: ``run_dir`` is not local or in use, or has a ``writer`` of that name.
+        OSError: the folder cannot be created or locked.
+    """
     resumed_at = None if is_fresh(trainer) else trainer.global_step
     open_ = partial(RunFolder.open, writer=writer, owner=trainer)
     if run_dir is not None:

@@ -91,6 +91,7 @@ def document(template: Path, *, title: str, payload: Mapping[str, Any], **contex
 
 @lru_cache
 def _template(path: Path) -> Any:
+    """Return the Jinja template at ``path``, with the filters and globals that the pages use."""
     loader = FileSystemLoader([path.parent, _HERE])
     environment: Any = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -119,6 +120,7 @@ def _template(path: Path) -> Any:
 
 
 def _content(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the variables of the report's template."""
     steps = [step for run in runs for series in run.series.values() for step in series.steps]
     steps += [event.step for run in runs for event in run.alerts]
     heading = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
