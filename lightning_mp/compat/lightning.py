@@ -129,7 +129,7 @@ def precision_word(plugin: Precision) -> Any:
 def give_new_trainer(strategy: Strategy | None) -> bool:
     """True if a Trainer is being constructed and reads its ``strategy=``.
 
-    That Trainer then uses ``strategy`` instead. With ``None`` it keeps its own.
+    The Trainer then uses ``strategy`` instead. With ``None`` it keeps its own.
     """
     connector, _ = _connector_that_calls("_check_config_and_set_final_flags")
     if connector is not None and strategy is not None:

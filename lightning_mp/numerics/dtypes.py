@@ -144,8 +144,8 @@ def uncastable(module: nn.Module) -> set[int]:
 def cast_(tensors: Iterable[Tensor], dtype: torch.dtype, only: Collection[torch.dtype] | None = None) -> None:
     """Cast tensors in place to ``dtype``, and drop their gradients.
 
-    With ``only``, tensors of other dtypes than these are left alone. The objects stay the same, so
-    optimizers and tied weights remain valid.
+    A tensor that has the dtype stays unchanged. With ``only``, so does a tensor of any other dtype
+    than these. The objects stay the same, so optimizers and tied weights remain valid.
     """
     for tensor in tensors:
         if tensor.dtype != dtype and (only is None or tensor.dtype in only):

@@ -118,7 +118,7 @@ class _OptimizerState:
 
 
 class LossScaler(GradScaler):
-    """A ``GradScaler`` whose scale follows a :class:`LossScaling`, and which counts applied and skipped steps.
+    """A ``GradScaler`` that follows a :class:`LossScaling` and counts applied and skipped steps.
 
     Unlike torch's scaler:
 
@@ -235,7 +235,11 @@ class LossScaler(GradScaler):
         self._set_state(place(LossScaleState(scale, max(tracker, -rule.growth_delay), left), device))
 
     def _set_rule(self, name: str, value: float) -> None:
-        """Change the rule from the next update on, as torch's setters do."""
+        """Change a field of the rule from the next update on, as torch's setters do.
+
+        Raises:
+            PlanError: the value is out of the field's range.
+        """
         getattr(super(), f"set_{name}")(value)
         self.config = replace(self.config, **{name: value})
 
@@ -557,7 +561,7 @@ class LossScaler(GradScaler):
     # ------------------------------------------------------------------ helpers
 
     def _state_of(self, optimizer: Optimizer) -> _OptimizerState:
-        """Return the optimizer's state. Create it if there is none.
+        """Return the optimizer's state, or create one.
 
         A LightningOptimizer shares the state of the optimizer that it wraps.
         """

@@ -23,8 +23,8 @@ _SAMPLES, _SAMPLE_SIZE = 4, 1024
 class EvaluatedClosure:
     """A closure for one step of an optimizer, after forward and backward have run.
 
-    The first call returns the loss of that pass. A later call runs another pass. So does the first
-    call, if the optimizer has changed weights, or has dropped or changed gradients (SAM).
+    The first call returns the loss of that pass, unless the optimizer has changed weights, or has
+    dropped or changed gradients (SAM). Then, and in later calls, another pass runs.
 
     Args:
         loss: the value that the pass returned.
@@ -77,7 +77,7 @@ class EvaluatedClosure:
 
 
 def _first_numbers(parameter: Tensor) -> Tensor:
-    """Return a view of the first numbers of this rank's part of a parameter, ``_SAMPLE_SIZE`` at most."""
+    """Return a view of the first ``_SAMPLE_SIZE`` numbers, at most, of this rank's shard."""
     numbers = local(parameter).detach()
     while numbers.dim() > 1 and numbers.numel() > _SAMPLE_SIZE:
         numbers = numbers[0]
