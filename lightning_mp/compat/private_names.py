@@ -22,6 +22,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         " _get_mkldnn_enabled _set_mkldnn_enabled",
         "torch:Tensor": "_make_wrapper_subclass _version",
         "torch._functorch.config": "backward_pass_autocast",
+        "torch._guards:TracingContext": "try_get",
         "torch._ops": "OpOverload OpOverloadPacket",
         "torch._ops:OpOverload": "_schema",
         "torch.amp.grad_scaler": "OptState",

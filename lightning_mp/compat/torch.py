@@ -419,6 +419,11 @@ def traces_graphs(root: nn.Module) -> bool:
     return used or any(map(is_compiled, root.modules()))
 
 
+def is_tracing() -> bool:
+    """True while ``torch.compile`` traces a graph in this thread, and reads the tensors that it meets."""
+    return import_module("torch._guards").TracingContext.try_get() is not None
+
+
 def reentrant(module: nn.Module) -> bool | None:
     """True if torch's checkpoint wrapper is reentrant, None if ``module`` is no such wrapper."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper

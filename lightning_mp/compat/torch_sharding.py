@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_mp.compat import patched
-from lightning_mp.compat.torch import in_backward
+from lightning_mp.compat.torch import in_backward, is_tracing
 from lightning_mp.errors import PlanError
 
 if TYPE_CHECKING:
@@ -434,7 +434,8 @@ class ShardGradients:
 
         def read(weight: Tensor) -> Tensor | None:
             gradient: Tensor | None = own.__get__(weight)
-            shard = self._shard_of(weight) if gradient is None else None
+            # what torch.compile traces has to be a plain tensor throughout
+            shard = None if gradient is not None or is_tracing() else self._shard_of(weight)
             return gradient if shard is None else shard.grad
 
         def write(weight: Tensor, value: Tensor | None) -> None:

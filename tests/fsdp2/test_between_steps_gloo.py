@@ -28,6 +28,7 @@ STRATEGIES: dict[str, Callable[..., dict[str, Any]]] = {
     "by size": partial(HOSTS["fsdp2"], wrap=None),
     "offload by size": partial(HOSTS["fsdp2"], wrap=None, cpu_offload=True),
     "compiled": partial(HOSTS["fsdp2"], wrap="Block", compile=True),
+    "compiled whole blocks": partial(HOSTS["fsdp2"], wrap="Block", compile=True, reshard_after_forward=False),
     "whole blocks": partial(HOSTS["fsdp2"], wrap="Block", reshard_after_forward=False),
 }
 OF_BLOCKS = ("fsdp2", "hsdp", "offload", "whole blocks")
@@ -416,9 +417,18 @@ def test_gradients_that_a_step_clears_or_changes_are_those_of_the_shards(ranks: 
         _equal(ranks, Compared("16-mixed", ClearsInTheStep, ("hsdp", "offload"), accumulate=2))
 
 
+class TracedInEachStep(ChangesGradients):
+    """``torch.compile`` traces while there are gradients, as in an accumulation window for a new shape."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        torch.compiler.reset()
+        super().training_step(batch, batch_idx)
+
+
 @pytest.mark.slow
-def test_gradients_that_a_step_of_a_compiled_model_clears_are_those_of_the_shards(ranks: Ranks) -> None:
+def test_gradients_that_a_step_of_a_compiled_model_changes_are_those_of_the_shards(ranks: Ranks) -> None:
     _equal(ranks, Compared("32-true", partial(ChangesGradients, "clear"), ("compiled",)))
+    _equal(ranks, Compared("32-true", partial(TracedInEachStep, "halve_each"), ("compiled whole blocks",)))
 
 
 class Follows(Taught):
