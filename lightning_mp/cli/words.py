@@ -109,14 +109,17 @@ def let_words_win(
 
 
 def _choice(value: Any) -> Any:
-    """Return the name of an option, or a list of names; a number is a plan by its precision."""
+    """Return an option's name as text, or a list of names unchanged.
+
+    Hydra parses ``plan=16`` as a number, which names a plan by its precision.
+    """
     return value if isinstance(value, list) else str(value)
 
 
 def _replaced(composer: Composer, group: str, choice: Any) -> dict[str, Any] | None:
-    """Return the values of the option that ``choice`` took the place of, or ``None`` if there was none.
+    """Return the values of the option that ``choice`` replaces, or ``None`` if it replaces none.
 
-    They are empty if the config leaves the choice open, or chooses the same.
+    The dict is empty if the config leaves the choice open, or chooses the same.
     """
     from hydra.errors import HydraException
 
@@ -199,9 +202,9 @@ def stale(values: Values, option: Values, replaced: Values, typed: Iterable[KeyP
 
 
 def _merged(composed: Values, option: Values, replaced: Values) -> dict[str, Any]:
-    """Return ``composed`` with the values of ``option`` that differ from those of ``replaced``.
+    """Return ``composed`` with the values of ``option`` that ``replaced`` does not have.
 
-    Mappings are merged key by key, unless their ``_target_`` differs.
+    Mappings are merged key by key, unless each has another ``_target_``.
     """
     merged = _copied(composed)
     for key, value in option.items():

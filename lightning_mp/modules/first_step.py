@@ -157,7 +157,8 @@ class FirstStep(TorchDispatchMode):
         """Raise PlanError if autocast cast a pinned weight for this operator, outside of its module.
 
         Autocast's cast and the operator have the same place in the caller's code. A cast that the
-        user wrote has a place of its own, and is intended.
+        user wrote has a place of its own, and is intended. A table of learned queries that a layer
+        multiplies is allowed too.
         """
         for tensor in given:
             source, call = getattr(tensor, _CAST, (None, None))

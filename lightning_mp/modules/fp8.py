@@ -165,8 +165,8 @@ def largest_magnitude(tensor: Tensor) -> Tensor:
 class Magnitudes:
     """The largest magnitudes of the inputs and gradients of converted layers, kept on the device.
 
-    They are collected while ``active``, over all forward passes that record gradients. A layer that ``torch.compile``
-    runs is left out.
+    They are collected while ``active``, over all forward passes that record gradients. Layers that
+    ``torch.compile`` runs are left out.
     """
 
     def __init__(self) -> None:
@@ -290,8 +290,7 @@ def apply(
 ) -> Callable[[], None]:
     """Convert ``modules`` in place, and return a function that undoes it.
 
-    Parameters are unchanged. ``dtype`` is autocast's. ``stages`` are the fields of
-    :class:`Running`.
+    Parameters are unchanged. ``dtype`` is autocast's. ``stages`` is the field of :class:`Running`.
     """
     product = torchao.product(rule.recipe, emulate=rule.emulate)
     running = Running(rule.recipe, product, rule.multiple, dtype, device_type, stages, rule.evaluate == "fp8")

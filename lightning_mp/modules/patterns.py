@@ -73,7 +73,7 @@ def named_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-#: the name of a module, itself, and the name of a parameter in it
+#: a module's name, the module, and the name of a parameter in it
 Place = tuple[str, nn.Module, str]
 
 

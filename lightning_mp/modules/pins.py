@@ -123,7 +123,7 @@ def resolve(
     ``storage`` is the dtype of parameters without a pin. ``buffers`` is the dtype that the user set
     for buffers, or ``None``.
 
-    A fault is added if a pattern matches nothing, a class cannot be swapped, ``accumulate`` is on
+    A fault is added if a pattern except ``norms`` matches nothing, a class cannot be swapped, ``accumulate`` is on
     a module that is no plain Linear, or pins on tied weights contradict one another.
     """
     if not pins:

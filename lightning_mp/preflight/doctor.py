@@ -116,7 +116,8 @@ def refused(case: ModelUnderTest) -> Iterator[Finding]:
 def tf32_off(case: ModelUnderTest) -> Iterator[Finding]:
     """Yield an info about fp32 products on a device with TF32.
 
-    Nothing is found if TF32 is already allowed, or the plan sets ``tf32``, to any value.
+    Nothing is found if torch allows TF32 already, the plan sets ``tf32`` to any value, or the
+    Trainer has an EnableTF32 callback.
     """
     callbacks: Any = case.trainer.get("callbacks") or ()
     callbacks = callbacks if isinstance(callbacks, (list, tuple)) else (callbacks,)

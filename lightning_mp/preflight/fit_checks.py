@@ -179,8 +179,8 @@ def below(name: str, above: str) -> bool:
 def eval_mode(case: ModelUnderTest) -> Iterator[Finding]:
     """Yield a warning about modules in eval mode that have trainable weights.
 
-    ``Trainer.fit`` does not switch them to training mode since Lightning 2.2. Norms alone are left
-    out, because their statistics may be frozen on purpose.
+    ``Trainer.fit`` does not switch them to training mode since Lightning 2.2. A norm in eval mode
+    is left out, because its statistics may be frozen on purpose.
     """
     tops: list[str] = []
     for name, module in case.modules:

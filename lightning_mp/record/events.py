@@ -47,7 +47,7 @@ class Event:
     cause: str = ""
     advice: str = ""
     action: str = "log"
-    #: of the line in ``events.jsonl``
+    #: the format version of the line in ``events.jsonl``
     format_version: int = VERSION
 
     @property

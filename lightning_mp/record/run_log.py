@@ -140,7 +140,7 @@ class RunCallback(Callback):
 
 
 class StepTracker:
-    """The training batches in which an optimizer steps, by automatic or manual optimization.
+    """A tracker of the batches in which an optimizer steps, by automatic or manual optimization.
 
     A callback calls the methods from its hooks. ``step`` is ``global_step`` as ``training_step``
     sees it: the number of optimizer steps tried before, skipped ones included.
@@ -166,8 +166,8 @@ class StepTracker:
     def begins(self, trainer: Trainer) -> bool:
         """Return True if an optimizer is about to step. Call in ``on_before_optimizer_step``.
 
-        It is not within an accumulation window that the strategy handles, without a backward, or
-        outside training.
+        Return False within an accumulation window that the strategy handles, without a backward
+        since the last step, and outside training.
         """
         within_window = trainer.strategy.handles_gradient_accumulation and accumulates(trainer)
         if within_window or not (self._pending and trainer.training):
