@@ -106,7 +106,7 @@ def _connector_that_calls(*functions: str) -> tuple[Any, Mapping[str, Any]]:
     the result is ``(None, {})``.
     """
     frame: Any = inspect.currentframe()
-    for _ in range(8):  # a property and a builder lie between
+    for _ in range(8):  # a property and a builder are in between
         owner = frame.f_locals.get("self") if frame else None
         if type(owner).__name__ == "_AcceleratorConnector" and frame.f_code.co_name in functions:
             return owner, frame.f_locals
@@ -196,7 +196,7 @@ def finish_saving(strategy: Any) -> None:
 
     A collective: every rank must call it. An error of the save is raised here.
     """
-    finish: Any = getattr(strategy, "finish_saving", None)  # this package's strategies
+    finish: Any = getattr(strategy, "finish_saving", None)  # strategies of this package have it
     if finish is not None:
         finish()
     checkpoint_io = strategy.checkpoint_io

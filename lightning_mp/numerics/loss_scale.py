@@ -111,7 +111,8 @@ class _OptimizerState:
     optimizer: Optimizer
     #: the last operation on the gradients after backward; ``unscale_`` raises after "checked"
     stage: Literal["scaled", "unscaled", "checked", "stepped"] = "scaled"
-    #: fp32, on the gradients' device: 1 if a gradient is not finite on some rank, else 0
+    #: fp32, on the scale's device: 1 if a gradient is not finite on this rank, else 0. A step with
+    #: ``sync`` makes it the maximum over ranks.
     flag: Tensor | None = None
     #: the maximum of the flags of its steps since the last ``update``; ``None`` without a step
     stepped: Tensor | None = None
@@ -391,7 +392,7 @@ class LossScaler(GradScaler):
         if "closure" in kwargs or args:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         if unwrapped(optimizer) is not optimizer:
-            cast("Any", optimizer).step(**kwargs)  # a trainer's wrapper counts the step and comes back here
+            cast("Any", optimizer).step(**kwargs)  # the wrapper counts the step and calls this again
             return
         self.check_finite_(optimizer)
         self.step_checked(optimizer, **kwargs)

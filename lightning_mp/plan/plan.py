@@ -244,7 +244,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
             run.cleanup.callback(bad_steps.remove)
             bad_steps.insert()
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            from lightning_mp.preflight.fit_checks import warn_at_fit  # here: much to load for a plan that runs no fit
+            # Imported here because it loads much that a plan without a fit does not need.
+            from lightning_mp.preflight.fit_checks import warn_at_fit
 
             warn_at_fit(module, self.policy)
             run.cleanup.enter_context(tidy_output(trainer))
@@ -269,7 +270,8 @@ class MixedPrecisionPlan(DeepSpeedJson, PlanBase, FSDPPrecision):  # pyright: ig
         engine.synced = for_strategy.synced(trainer.strategy, module, faults)
         if not self.policy.nonfinite.watches:
             return None
-        from lightning_mp.bad_steps.handler import BadStepCallback  # here: much to load
+        # Imported here because few plans need it, and it loads much.
+        from lightning_mp.bad_steps.handler import BadStepCallback
 
         return BadStepCallback(self, trainer, faults)
 
