@@ -173,6 +173,7 @@ class HalfGather(_TwoWays):
         self._parameter.param_dtype = self._dtype
 
     def _init_unsharded(self) -> None:
+        """Create the gathered parameter as torch does, then wrap it at its first gather."""
         parameter: Any = self._parameter
         made = getattr(parameter, "_unsharded_param", None)
         type(parameter).init_unsharded_param(parameter)
@@ -232,12 +233,11 @@ class Units:
 class Writes:
     """Patches of FSDP2 by which users write to sharded weights as to plain weights.
 
-    They hold until ``release``.
-    ``weight.data = value`` changes nothing in a DTensor of torch. Under the patches the values go
-    into the shard. A write to a gathered weight goes into the shard at the next reshard. There are
-    three exceptions. A weight that is gathered in half or FP8 is not written back. A shard that
-    changed after the gather keeps its value. Outside of the root unit, an in-place write to the
-    ``.data`` of a gathered weight is lost, because it leaves no trace.
+    They hold until ``release``. ``weight.data = value`` changes nothing in a DTensor of torch.
+    Under the patches the values go into the shard. A write to a gathered weight goes into the shard
+    at the next reshard. There are three exceptions. A weight that is gathered in half or FP8 is not
+    written back. A shard that changed after the gather keeps its value. Outside of the root unit,
+    an in-place write to the ``.data`` of a gathered weight is lost, because it leaves no trace.
 
     Raises:
         PlanError: from an assignment or a reshard, if a shard cannot take the values. From the next
@@ -337,6 +337,7 @@ class Writes:
         return (parameter._sharded_local_tensor for parameter in self._dtensors.values())
 
     def _check(self, weight: Tensor, value: Tensor) -> None:
+        """Raise PlanError if ``value`` has another dtype or shape than ``weight``."""
         if value.dtype != weight.dtype:
             given = f"a tensor in {value.dtype} for a weight in {weight.dtype}"
             raise self._refused(weight, given, "value.to(weight.dtype)")
@@ -349,6 +350,7 @@ class Writes:
         return PlanError.of(f"{name}.data = {given}, with sharded weights", f"assign {instead}")
 
     def _refuse_replaced(self, parameter: Any) -> None:
+        """Raise PlanError if the parameter's module no longer holds its shard."""
         info = parameter._module_info
         if info.module._parameters.get(info.param_name) is not parameter.sharded_param:
             name = self._names.get(id(parameter.sharded_param), info.param_name)
@@ -395,15 +397,16 @@ class Writes:
 
 
 class ShardGradients:
-    """Has the ``grad`` of a gathered weight be the gradient of its shard, until ``release``.
+    """Patches by which ``grad`` of a gathered weight is the gradient of its shard.
 
-    In a step ``module.parameters()`` are gathered weights, and FSDP2 keeps gradients on the shards.
-    Without this ``module.zero_grad()`` would clear nothing in a step, and gradients would add up.
-    In a backward pass ``grad`` is torch's own, because FSDP2 reduces the gradients that are there.
+    They hold until ``release``. In a step ``module.parameters()`` are gathered weights, and FSDP2
+    keeps gradients on the shards. Without the patches, ``module.zero_grad()`` would clear nothing
+    in a step, and gradients would add up. Reading returns torch's own gradient of the gathered
+    weight if it has one. In a backward pass ``grad`` is torch's own, because FSDP2 reduces it.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        #: by the ``id`` of each gathered weight, what torch knows of the parameter
+        #: torch's FSDP parameter, by the ``id`` of the gathered weight
         self._parameters: dict[int, Any] = {}
         self._classes = set[type]()
         self._patches = ExitStack()
@@ -412,7 +415,7 @@ class ShardGradients:
             self._watch(group, group._to_unsharded)
 
     def release(self) -> None:
-        """Leave the units, and torch's classes."""
+        """Undo the patches of the units and of torch's classes."""
         _unpatch(self._groups, "_to_unsharded")
         self._patches.close()
 
@@ -426,7 +429,7 @@ class ShardGradients:
         group._to_unsharded = to_unsharded_and_note
 
     def _patch_class(self, weight_class: type) -> None:
-        """Answer ``grad`` of the weights of a class: that of ``nn.Parameter``, or of a weight in half precision."""
+        """Patch ``grad`` of ``weight_class`` once: ``nn.Parameter``, or a class of half weights."""
         if weight_class in self._classes:
             return
         self._classes.add(weight_class)
@@ -685,7 +688,7 @@ def reset_units(model: nn.Module) -> None:
         if "unsharded_accumulated_grad" in vars(parameter):  # a property since torch 2.15
             parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
-            # torch's own gradient, which is not the shard's
+            # torch's own gradient of the gathered weight, not the shard's
             cast("Any", Tensor.grad).__set__(parameter._unsharded_param, None)
 
 

@@ -157,7 +157,13 @@ class ZeroEngine(StepEngine):
         return bool(self.optimizers)
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        if self.manual and self.pending:  # ZeRO would lose the first pass
+        """Return the loss to run backward on, times the scale if there is one.
+
+        Raises:
+            RuntimeError: a second ``manual_backward()`` before a step. ZeRO would lose the first
+                pass.
+        """
+        if self.manual and self.pending:
             refuse("two manual_backward() before a step with ZeRO", "add the losses up, or use strategy='mp_fsdp2'")
         return super().before_backward(loss)
 
@@ -179,6 +185,7 @@ class ZeroEngine(StepEngine):
         self._weights.begin_window()
 
     def on_trained_changed(self) -> None:
+        """Raise RuntimeError if a parameter's ``requires_grad`` differs from the start of training."""
         if self._zero is not None and self._module is not None:
             self._weights.refuse_changed(self._module)
 
@@ -315,6 +322,11 @@ class ZeroEngine(StepEngine):
         self._bits = self._zero.bits() if watched else None
 
     def _take_assigned(self) -> None:
+        """Copy values that a user assigned as ``weight.data`` into ZeRO's buffers.
+
+        Raises:
+            RuntimeError: dtype, shape or device differ from the buffer's.
+        """
         for weight, place in self._zero.assigned_weights():
             if (weight.shape, weight.dtype, weight.device) != (place.shape, place.dtype, place.device):
                 refuse(
@@ -338,6 +350,7 @@ class ZeroEngine(StepEngine):
         own(closure)
 
     def release(self) -> None:
+        """Undo the changes of the run, and forget the ZeRO optimizer."""
         super().release()
         self._zero = self._weights = self._bits = self._partitioned = None
 

@@ -340,6 +340,15 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
+        """Return DeepSpeed's engine and ZeRO's optimizer. Every rank calls it.
+
+        Param groups of ``optimizer`` that hold several dtypes are split in place. With ``None``,
+        DeepSpeed makes the JSON's optimizer.
+
+        Raises:
+            PlanError: the optimizer cannot step pieces of flat tensors, or there are two
+                schedulers.
+        """
         names = self._half_names(model) if self.half_weights else {}
         if optimizer is not None:
             with Faults("strategy") as faults:
@@ -437,6 +446,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         super().teardown()
 
     def _release(self, *, gather: bool = True) -> None:
+        """Make half weights fp32 and remove hooks. With ``gather`` it is a collective."""
         between_steps = getattr(self._forward_redirection, "between_steps", None)
         if between_steps is not None:
             between_steps.stop()
@@ -509,6 +519,10 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def open_folder(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        """Return the checkpoint of a DeepSpeed folder with lazy weights, without optimizer states.
+
+        :meth:`load_model_state_dict` then lets DeepSpeed load the optimizer states.
+        """
         file = compat.model_states_file(self.deepspeed_engine, str(deepspeed_folder(Path(path))))
         content, names = read_model_states(Path(file))
         self._states_of_folder = []
@@ -516,8 +530,13 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
         return {**content, "state_dict": weights, "optimizer_states": self._states_of_folder}
 
     def reads(self, path: Any) -> bool:
+        """True if DeepSpeed can load the checkpoint at ``path`` by itself.
+
+        World size and param groups have to be equal, and the stage, except that ZeRO-1 and 2 load
+        each other's folders. Under ZeRO-3 it is False outside of a fit.
+        """
         if self._stage == 3 and self._user_module.trainer.state.fn != TrainerFn.FITTING:
-            return False  # an engine without an optimizer takes whole weights only
+            return False  # an engine without an optimizer loads whole weights only
         alike = super().reads(path) and resumable(Path(path), self._stage, self.world_size)
         names = {id(parameter): name for name, parameter in self._user_module.named_parameters()}
         flat = [group for zero in self.optimizers for group, _ in compat.partitions(zero)]

@@ -112,6 +112,7 @@ class BetweenSteps:
                 weight.use(half=not halves)
 
     def _begin(self, module: nn.Module) -> None:
+        """Before an outermost call: choose the dtype of gathers, and gather the root's weights."""
         if torch.is_inference_mode_enabled():  # later steps reuse tensors that a gather allocates
             self._call.enter_context(torch.inference_mode(False))
             self._call.enter_context(torch.no_grad())
@@ -126,6 +127,10 @@ class BetweenSteps:
             self._root.unshard()
 
     def _end(self, module: nn.Module, output: Any) -> None:
+        """After it: reshard.
+
+        A backward pass from the output gathers the same way as the call did.
+        """
         self._call.close()
         differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         halves = not self._in_half

@@ -74,6 +74,11 @@ class ShardedEngine(StepEngine):
             )
 
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Take the optimizers and the sharded ``model``, and patch its units until ``release``.
+
+        Raises:
+            PlanError: an optimizer cannot step sharded parameters.
+        """
         self._flat_groups = flat_groups(model)
         self.steps = (("flat pieces", "sharded parameters"),) if self._flat_groups else ShardedEngine.steps
         super().connect(model, optimizers)
@@ -109,6 +114,7 @@ class ShardedEngine(StepEngine):
             raise RuntimeError(str(Fault(given, fix="change them after a step, or use strategy='mp_fsdp2'")))
 
     def unscale(self, optimizer: Optimizer) -> None:
+        """Sum partial gradients over ranks, then unscale and check the optimizer's gradients."""
         grads.sum_partial_(grads.parameters_of(optimizer))
         super().unscale(optimizer)
 
@@ -289,6 +295,7 @@ class ShardReads(TorchFunctionMode):
 
 
 def _refused(name: str) -> PlanError:
+    """Return the PlanError for a step that uses the weight ``name`` while it is sharded."""
     return PlanError.of(
         f"{name!r} used in the step outside of the unit that holds it, whose weights are sharded there",
         "call the module, or compute with the weight in its forward; pin or wrap what reads it, not it alone; or use "

@@ -137,7 +137,8 @@ class SkippedUnits:
             for number, unit in enumerate(stack.inside[place]):
                 enter = partial(self._enter_inside, stack, place, number)
                 hooks.append(unit.register_forward_pre_hook(enter, prepend=True))
-        if stack.parent is not root:  # a step may be several forwards of the root
+        # A step may be several forwards of the root, so the root has hooks of its own.
+        if stack.parent is not root:
             begin: Any = partial(self._begin, stack)
             end: Any = partial(self._end, stack)
             hooks.append(stack.parent.register_forward_pre_hook(begin, prepend=True))
@@ -161,6 +162,11 @@ class SkippedUnits:
             stack.order.append(number)
 
     def _end(self, stack: Stack, parent: nn.Module, _inputs: Any, output: Any) -> Any:
+        """Return the parent's output, passed through its last skipped layers. ``None``: no change.
+
+        Raises:
+            PlanError: this rank left out every layer of a stack whose layers have several inputs.
+        """
         if not parent.training or in_backward():
             return None
         left_out = stack.end()
@@ -184,6 +190,11 @@ class SkippedUnits:
         return map_tensors(data, lambda tensor: new.get(id(tensor), tensor))
 
     def _through(self, stack: Stack, place: int, tensors: list[Tensor]) -> list[Tensor]:
+        """Return ``tensors`` after an idle forward of a layer and the units in it. A collective.
+
+        Raises:
+            PlanError: the order of the units inside is not known, because no layer has run yet.
+        """
         layer, inside = stack.layers[place], stack.inside[place]
         if len(stack.order) < len(inside):
             raise ranks_apart("a layer left out before any layer of its kind ran, with shard units inside of it")

@@ -77,12 +77,17 @@ class _InFP8(sharding_compat.GatherExtension):
         return self
 
     def before(self, mesh: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the tensors to all-gather and the scale. Shards are padded to equal sizes."""
         # Sent as uint8, because gloo has no FP8.
         data = torchao.rounded(self.local.detach(), self.scale).view(torch.uint8)
         missing = -(-self.shard.shape[0] // mesh.size()) - data.shape[0]
         return (nn.functional.pad(data, (0, 0, 0, missing)) if missing else data,), self.scale
 
     def after(self, outputs: tuple[Tensor, ...], scale: Tensor, dtype: torch.dtype, *, out: Any = None) -> Any:
+        """Return the FP8 weight and no tensors to free.
+
+        With ``out``, set its scale and return ``None``.
+        """
         if out is None:
             return torchao.weight(outputs[0], scale, dtype, emulate=self.emulate), ()
         torchao.set_scale(out, scale)
@@ -170,6 +175,11 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
     def setup_environment(self) -> None:
+        """Start the process group, and make the device mesh.
+
+        Raises:
+            PlanError: the mesh sizes do not multiply to the number of processes.
+        """
         world = self.num_nodes * self.num_processes
         replicas, shards, size = self.degrees(world)
         if min(replicas, shards, self._tensor_parallel) < 1 or replicas * shards * size != world:
@@ -388,6 +398,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
                 yield
 
     def pre_backward(self, closure_loss: Tensor) -> None:
+        """Register hooks on the loss, by which its backward pass gathers weights as steps do.
+
+        If the step runs the backward pass itself, the root is gathered too.
+        """
         if self._between_steps is not None and closure_loss.requires_grad:
             # in a hook: a forward pass in on_before_backward, which comes first, may change how
             # weights are gathered
@@ -401,6 +415,11 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        """Save a folder of shards, in a thread if ``async_save`` in a running fit. A collective.
+
+        Raises:
+            TypeError: ``storage_options`` is given, which no CheckpointIO would use.
+        """
         if storage_options is not None:
             raise TypeError("storage_options= with a folder of shards, which no CheckpointIO writes: leave it out")
         state = self._user_module.trainer.state
@@ -409,6 +428,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         self._saves.save(checkpoint, path, first=self.is_global_zero, first_of_node=self.local_rank == 0, fitting=later)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Wait for the present save, then return the checkpoint as the base class does."""
         self.finish_saving()
         return super().load_checkpoint(checkpoint_path, weights_only)
 
@@ -429,6 +449,11 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         }
 
     def load_folder_weights(self, weights: LazyWeights, *, strict: bool) -> None:
+        """Load this rank's shards of a folder's weights.
+
+        If the folder has names that the module lacks, each rank reads all weights, and
+        ``load_state_dict`` decides.
+        """
         assert self.model is not None
         assert self._folder is not None
         if weights.keys() <= set(map(plain_name, self.model.state_dict())):
@@ -441,6 +466,10 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         saving.load_states(self._folder, cast("nn.Module", self.model), self.optimizers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint. During an asynchronous save, wait for it in the thread.
+
+        If that save fails, the checkpoint stays.
+        """
         self._saves.remove(partial(super().remove_checkpoint, filepath))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> d
 
 
 def _check_ties(model: nn.Module, by_name: Mapping[str, ParallelStyle], faults: Faults) -> None:
+    """Add a fault for each tied weight whose owners split it along different dimensions."""
     for places in _ties(model):
         ways = {f"{name}.{key}": _way(module, by_name.get(name)) for name, module, key in places}
         if len(set(ways.values())) > 1:

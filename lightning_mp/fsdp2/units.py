@@ -209,6 +209,10 @@ def broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 
 
 def _broadcast_(tensor: Tensor, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite ``tensor`` with the value of the group's first rank, sent over ``device``.
+
+    A collective.
+    """
     there = tensor.detach().to(device).contiguous()
     # 1-byte dtypes are sent as uint8: gloo knows no float8
     dist.broadcast(there.view(torch.uint8) if there.itemsize == 1 else there, group=group, group_src=0)

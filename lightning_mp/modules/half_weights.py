@@ -1,4 +1,4 @@
-"""Weights that only matrix products under autocast read, and a tensor class that holds them in half.
+"""Weights that only products under autocast read, and a tensor class that holds them in half.
 
 A strategy may gather such a weight in the compute dtype. A weight qualifies if the module's forward
 only passes it to a product that autocast casts.
@@ -67,7 +67,7 @@ def multiplies(module: nn.Module) -> bool:
 def _keys(module: nn.Module) -> tuple[str, ...]:
     """Return the names of parameters that the forward of ``module`` only passes to one product.
 
-    May be empty.
+    It is empty for a module that is no such layer, and for one whose ``forward`` is replaced.
     """
     cls = original_class(module)
     kind = next((kind for kind in (*_LAYERS, *conv1d(), nn.MultiheadAttention) if issubclass(cls, kind)), None)

@@ -15,11 +15,11 @@ from lightning_mp.compat.torch import in_backward
 class OutermostCalls:
     """Hooks that call ``before`` and ``after`` around the outermost forward in ``root``.
 
-    The forward is one of ``root`` or of a module in it, in a forward of no other such module.
-    ``before`` gets the module. ``after`` gets the module and its output, ``None`` if the forward
-    failed. If ``after`` returns a value other than ``None``, it replaces the output. A forward that
-    a backward pass recomputes does not count. In a run the hooks are torch's global ones, which
-    cost nothing while they are paused.
+    ``root`` and all modules in it count. A forward within the forward of another one does not
+    count. ``before`` gets the module. ``after`` gets the module and its output, ``None`` if the
+    forward failed. If ``after`` returns a value other than ``None``, it replaces the output. A
+    forward that a backward pass recomputes does not count. In a run the hooks are torch's global
+    ones, which cost nothing while they are paused.
     """
 
     def __init__(

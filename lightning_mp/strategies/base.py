@@ -128,6 +128,12 @@ class PlanStrategy(_Base):
         return plan_of(self).engine
 
     def take_plan(self, plugin: Precision | None) -> None:
+        """Set the plan of the run beside the Trainer's ``plugin``. It sets ``precision_plugin``.
+
+        Raises:
+            PlanError: the plugin contradicts the plan that the strategy was made for, or it is no
+                plan and names no precision of Lightning's.
+        """
         # Set here and not earlier: a Trainer refuses plugins= if the strategy has a plugin, even
         # the same one.
         _HOST_PLUGIN.fset(self, self._plan_beside(plugin))
@@ -139,6 +145,14 @@ class PlanStrategy(_Base):
         precision_plugin = property(_HOST_PLUGIN.fget, take_plan)
 
     def _plan_beside(self, plugin: Precision | None) -> Precision | None:
+        """Return the plan to run if the Trainer has ``plugin``.
+
+        It is the strategy's own plan, or else the plugin. If the plugin is Lightning's for a
+        ``precision=``, it is a new plan for that precision. ``None`` returns ``None``.
+
+        Raises:
+            PlanError: the plugin contradicts the strategy's own plan.
+        """
         plan = self.made_for
         if plugin is None or (plan is not None and plan.same_as(plugin)):
             return plugin
@@ -184,6 +198,7 @@ class PlanStrategy(_Base):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _save_folder(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        """Save a folder next to ``path``, then rename it to ``path``. A collective."""
         first_of_node = self.local_rank == 0
         if first_of_node:
             folders.begin(path)
@@ -395,8 +410,7 @@ def _written(plugin: Precision) -> str:
     return f"{type(plugin).__name__}({plugin.precision!r})"
 
 
-# ------------------------------------------------------------------ checks for weights that are not
-# whole
+# ------------------------------------------------------------------ checks of split weights
 
 _AVERAGES: tuple[Any, ...] = (WeightAveraging, callbacks.StochasticWeightAveraging)
 # the learning-rate finder deadlocks when it restores its checkpoint

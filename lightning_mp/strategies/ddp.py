@@ -41,6 +41,7 @@ class PlanDDPStrategy(PlanStrategy, DDPStrategy):
         super(DDPStrategy, self).setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the model in DDP's wrapper, or as it is with a single process."""
         if self._alone:
             return model
         packed = [(one, one.data) for one in model.parameters() if one.is_floating_point() and one.itemsize == 1]

@@ -22,8 +22,8 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
 
     Args:
         name: ``auto``, ``ddp``, ``fsdp2`` (or ``fsdp``), ``hsdp``, ``fsdp1``, ``pipeline``,
-            ``deepspeed_zero1`` to ``3`` and their ``_offload`` forms, with or without ``mp_`` in
-            front.
+            ``deepspeed_zero1`` to ``3``, with or without ``mp_`` in front. ``fsdp2``, ``fsdp1`` and
+            the DeepSpeed names may end in ``_offload``, ``deepspeed_zero1`` and ``2`` in ``_half``.
         plan: the plan of the run. Contradictions with ``overrides`` are found here.
         overrides: keywords of the strategy and of its host (Lightning's class, DDP, FSDP).
 
