@@ -114,7 +114,7 @@ class FirstStep(TorchDispatchMode):
                 raise other_use(weight, dtype, func)
 
     def _source(self, tensor: Tensor) -> _Source | None:
-        """Return the pinned weight that ``tensor`` is, or comes from; ``None`` if there is none."""
+        """Return the pinned weight that ``tensor`` is, or comes from; else return ``None``."""
         if not isinstance(tensor, nn.Parameter):
             return getattr(tensor, _SOURCE, None)
         if id(tensor) not in self._known:

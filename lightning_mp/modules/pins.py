@@ -123,8 +123,9 @@ def resolve(
     ``storage`` is the dtype of parameters without a pin. ``buffers`` is the dtype that the user set
     for buffers, or ``None``.
 
-    A fault is added if a pattern except ``norms`` matches nothing, a class cannot be swapped, ``accumulate`` is on
-    a module that is no plain Linear, or pins on tied weights contradict one another.
+    A fault is added if a pattern except ``norms`` matches nothing, a class cannot be swapped,
+    ``accumulate`` is on a module that is no plain Linear, or pins on tied weights contradict one
+    another.
     """
     if not pins:
         return PinMap(declared=_declared(root, storage, (), rotary=buffers is None))
