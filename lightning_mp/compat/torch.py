@@ -104,6 +104,11 @@ def waits_for_unscale(scaler: Any, optimizer: Optimizer) -> bool:
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
 
+def hooks_before_step(optimizer: Any) -> list[Callable[..., Any]]:
+    """Return the hooks that ``optimizer.register_step_pre_hook`` has registered on this optimizer."""
+    return list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
+
+
 # ------------------------------------------------------------------ learning rates
 
 #: the key of the inner schedulers' states in the state dict of SequentialLR and ChainedScheduler

@@ -80,6 +80,9 @@ class ZeroEngine(StepEngine):
             if len(optimizer_facts.parts(optimizer)) > 1:
                 given = f"{type(optimizer).__name__} with ZeRO, an optimizer that holds another"
                 faults.add(given, fix="use AdamW or SGD, or strategy='mp_ddp'")
+            elif optimizer_facts.clips_by_norm(optimizer):
+                given = f"{type(optimizer).__name__} with ZeRO, whose step clips by the norm of this rank's pieces"
+                faults.add(given, fix="clip by Trainer(gradient_clip_val=...), or use strategy='mp_ddp'")
             else:
                 super().check_optimizers([optimizer], faults)
 

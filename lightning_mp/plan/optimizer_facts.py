@@ -4,12 +4,16 @@
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import CodeType
 from typing import Any, Literal, cast
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_mp.compat.torch import hooks_before_step
 from lightning_mp.errors import Faults
 from lightning_mp.numerics import grads
 from lightning_mp.numerics.grads import steps_as_torch
@@ -39,6 +43,10 @@ _CANNOT: dict[Shards, tuple[set[str], tuple[str, ...]]] = {
     "flat pieces": (_WHOLE | _TOGETHER, ("torchao.",)),
     "a stage": (_TOGETHER, ()),
 }
+#: torch's functions that look at the norm of many gradients
+_CLIP_FUNCTIONS = {"clip_grad_norm", "clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"}
+#: packages whose functions are not searched for calls of these
+_HOSTS = ("torch.", "deepspeed.", "lightning.", "pytorch_lightning.")
 
 
 def _step_parameters(optimizer: Any) -> Mapping[str, inspect.Parameter]:
@@ -106,6 +114,52 @@ def check_shards(optimizer: Optimizer, shards: Shards, where: str, faults: Fault
     if any(kind.__name__.lower() in refused or kind.__module__.startswith(packages) for kind in kinds):
         given = f"{type(optimizer).__name__} on {where}, which needs whole parameters, or plain tensors of them"
         faults.add(given, fix="use AdamW, SGD or Lion, which update each number by itself, or strategy='mp_ddp'")
+
+
+def clips_by_norm(optimizer: Any) -> bool:
+    """True if the optimizer's ``step``, or a hook before it, is known to clip gradients by a norm.
+
+    The code, or a function that this code names, names one of torch's functions for that; or the
+    option ``max_grad_norm`` is positive and finite, as in timm's Adan.
+    """
+    options = [getattr(optimizer, "defaults", {}), *optimizer.param_groups]
+    if any(0 < (each.get("max_grad_norm") or 0) < math.inf for each in options):
+        return True
+    steps = [vars(kind).get("step") for kind in type(optimizer).__mro__]
+    steps += [_attributes(optimizer).get("step"), *hooks_before_step(optimizer)]
+    functions: list[Any] = [step for step in steps if callable(step)]
+    for function in functions:  # the list grows during the loop
+        plain = inspect.unwrap(getattr(function, "__func__", function))
+        if not inspect.isfunction(plain) or str(plain.__module__).startswith(_HOSTS):
+            continue
+        names = _names_in(plain.__code__)
+        called = _functions_named(plain, names, type(optimizer))
+        if not _CLIP_FUNCTIONS.isdisjoint([*names, *(each.__name__ for each in called)]):
+            return True
+        functions += [each for each in called if all(each is not other for other in functions)]
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in ``code`` and in the functions that it defines."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names_in(constant)
+    return names
+
+
+def _functions_named(function: Any, names: set[str], kind: type) -> list[Any]:
+    """Return the Python functions that ``function`` may call by these names.
+
+    They are globals, methods of ``kind`` and what the closure of ``function`` holds.
+    """
+    values: list[Any] = [function.__globals__.get(name) for name in names]
+    values += [getattr(kind, name, None) for name in names]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a variable of the closure that has no value yet
+            values.append(cell.cell_contents)
+    return [value for value in values if inspect.isfunction(value)]
 
 
 def _attributes(optimizer: Any) -> dict[str, Any]:

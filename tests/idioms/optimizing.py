@@ -314,10 +314,7 @@ class StepsTwoOptimizersByTurns(ByHand):
 
 @idiom(
     "facebookresearch/d2go; fairseq; detectron: gradients are clipped in the optimizer's step",
-    findings=dict.fromkeys(
-        ("zero2 32-true", "zero2 bf16-mixed", "zero2 16-mixed"), "a norm in step() is that of a rank's pieces"
-    ),
-    left_out={"zero2 bf16-true": "the difference is within the rounding of half weights"},
+    refused={"zero2": "whose step clips by the norm of this rank's pieces"},
 )
 class ClipsInTheOptimizersStep(Base):
     class Clipped(torch.optim.SGD):

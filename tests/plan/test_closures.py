@@ -2,18 +2,21 @@
 
 from collections import OrderedDict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.nn.utils import clip_grad_norm_ as shorten
 from torch.optim import LBFGS, SGD
+from torch.optim.lr_scheduler import StepLR
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from conformance.optimizers import Lamb, Lion, Sam
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError
 from lightning_mp.errors import Faults
-from lightning_mp.plan.optimizer_facts import check_shards, evaluates_again
+from lightning_mp.plan.optimizer_facts import check_shards, clips_by_norm, evaluates_again
 from support.models import Regression, batches, same_weights, weights
 from support.optimizers import Around, Delegating
 from support.running import fit
@@ -321,6 +324,76 @@ def test_who_may_not_be_given_shards_is_known_by_name(shards: Any, name: str) ->
     said = "".join(map(str, faults.found))
     assert wanted in said
     assert bool(wanted) == bool(said)
+
+
+class ClipsInStep(optim.SGD):
+    """As Mask2Former's optimizer of full-model clipping does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        nn.utils.clip_grad_norm_(chain(*(group["params"] for group in self.param_groups)), 0.5)
+        return super().step(closure)
+
+
+def _clip_each(parameter: nn.Parameter) -> None:
+    shorten(parameter, 0.5)
+
+
+def clipping_class(clip: Any) -> Any:
+    """As detectron2 makes a class of an optimizer's: the function that clips is in a closure."""
+
+    def step(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                clip(parameter)
+        return optim.SGD.step(self, closure)
+
+    return type("SGDWithGradientClip", (optim.SGD,), {"step": step})
+
+
+class ClipsInAMethod(optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self._shorten()
+        return super().step(closure)
+
+    def _shorten(self) -> None:
+        for group in self.param_groups:
+            nn.utils.get_total_norm([parameter.grad for parameter in group["params"]])
+
+
+class WithOption(optim.SGD):
+    """Has the option of timm's Adan."""
+
+    def __init__(self, parameters: Any, max_grad_norm: float) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["max_grad_norm"] = max_grad_norm
+
+
+def with_hook(parameters: Any) -> Any:
+    optimizer = SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_arguments: shorten(parameters, 0.5))
+    return optimizer
+
+
+CLIPS: dict[str, tuple[Any, bool]] = {
+    "in a hook": (with_hook, True),
+    "in its step": (partial(ClipsInStep, lr=0.1), True),
+    "in a method": (partial(ClipsInAMethod, lr=0.1), True),
+    "in a closure, by another name": (partial(clipping_class(_clip_each), lr=0.1), True),
+    "by an option": (partial(WithOption, max_grad_norm=1.0), True),
+    "by an option that is off": (partial(WithOption, max_grad_norm=0.0), False),
+    "by value": (partial(clipping_class(lambda each: nn.utils.clip_grad_value_(each, 1.0)), lr=0.1), False),
+    **{name: (MAKE[name], False) for name in ("AdamW", "Lion", "unknown", "LAMB", "transformers", "Muon")},
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_an_optimizer_whose_step_clips_by_a_norm_is_known_by_its_code_or_its_option(name: str) -> None:
+    build, clips = CLIPS[name]
+    optimizer = build([nn.Parameter(torch.ones(4, 4))])
+    assert clips_by_norm(optimizer) == clips
+    StepLR(optimizer, 1)  # wraps the step
+    assert clips_by_norm(optimizer) == clips
 
 
 @pytest.mark.parametrize(
