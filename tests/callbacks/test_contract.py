@@ -210,6 +210,7 @@ class Unoptimized(Regression):
 
 
 @pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+@pytest.mark.filterwarnings("ignore:configure_optimizers.. returned no optimizer. So losses are not scaled")
 @pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
 def test_a_module_without_an_optimizer_takes_each_batch_once(mode: str) -> None:
     module = Unoptimized()

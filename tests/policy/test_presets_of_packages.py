@@ -1,6 +1,9 @@
 """Presets that an installed package adds by an entry point."""
 
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +12,7 @@ from support.running import faults_of
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install a package with three presets: a good one, one under a taken name, and a number."""
     (tmp_path / "house_presets.py").write_text(
         "OURS = {'precision': 'bf16-mixed', 'pins': {'norms': 'fp32'}, 'tf32': 'high'}\nNUMBER = 3\n"
@@ -20,6 +23,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = "ours = house_presets:OURS", "a100 = house_presets:OURS", "number = house_presets:NUMBER"
     (notes / "entry_points.txt").write_text("\n".join(["[lightning_mp.presets]", *names, ""]))
     monkeypatch.syspath_prepend(tmp_path)
+    looked_up: Any = metadata.entry_points  # tests/support keeps what it found once
+    looked_up.cache_clear()
+    yield
+    looked_up.cache_clear()
 
 
 @pytest.mark.usefixtures("package")

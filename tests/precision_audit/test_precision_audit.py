@@ -94,7 +94,7 @@ def test_the_table_is_logged_written_and_kept(tmp_path: Path, caplog: pytest.Log
     assert (row.param, row.input, row.output, row.grad, row.reduce) == ("fp32", "fp32", "bf16", "fp32", None)
     assert row.optimizer_state == "fp32"
     assert callback.report is not None
-    assert json.loads((tmp_path / "audit.json").read_text()) == callback.report.to_dict()
+    assert json.loads((tmp_path / "audit.json").read_text()) == {"format_version": 1, **callback.report.to_dict()}
     assert (tmp_path / "audit.md").read_text() == callback.report.to_markdown()
     logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("PrecisionAudit")]
     assert len(logged) == 1
