@@ -437,7 +437,7 @@ class ShardGradients:
 
         def read(weight: Tensor) -> Tensor | None:
             gradient: Tensor | None = own.__get__(weight)
-            # what torch.compile traces has to be a plain tensor throughout
+            # torch.compile can only trace plain tensors here
             shard = None if gradient is not None or is_tracing() else self._shard_of(weight)
             return gradient if shard is None else shard.grad
 
@@ -619,10 +619,10 @@ def ranks_apart(given: str) -> PlanError:
 def sync_hooks_and_requires_grad(model: nn.Module) -> Callable[[], None]:
     """Give gathered parameters the hooks and ``requires_grad`` of their shards.
 
-    Return a function that ends it. The hooks then see the whole gradient of this rank before it is
-    reduced, as under DDP. torch itself copies ``requires_grad`` only when it gathers. If shard and
-    gathered parameter differ later, the one that changed counts: the shard after
-    ``toggle_optimizer``, or the gathered parameter after a change by hand.
+    Return a function that ends it. The hooks see the whole gradient of this rank before it is
+    reduced, as under DDP. FSDP2 itself copies ``requires_grad`` only when it gathers. If shard and
+    gathered parameter differ later, the changed one counts. ``toggle_optimizer`` changes the shard,
+    and code in a step the gathered parameter.
     """
     groups, trained = _groups_below(model), dict[Any, bool]()
 

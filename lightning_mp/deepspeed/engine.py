@@ -188,7 +188,7 @@ class ZeroEngine(StepEngine):
         self._weights.begin_window()
 
     def on_trained_changed(self) -> None:
-        """Raise RuntimeError if a parameter's ``requires_grad`` differs from the start of training."""
+        """Raise RuntimeError if ``requires_grad`` of a parameter changed since the start."""
         if self._zero is not None and self._module is not None:
             self._weights.refuse_changed(self._module)
 
@@ -353,7 +353,7 @@ class ZeroEngine(StepEngine):
         own(closure)
 
     def release(self) -> None:
-        """Undo the changes of the run, and forget the ZeRO optimizer."""
+        """Release the module as the base class does, and forget the ZeRO optimizer."""
         super().release()
         self._zero = self._weights = self._bits = self._partitioned = None
 

@@ -154,9 +154,9 @@ class ShardedEngine(StepEngine):
         super().after_backward()
 
     def release(self) -> None:
-        """Undo the changes of the run.
+        """Release the module as the base class does, and reset FSDP2's units.
 
-        Reset FSDP2's units, which a failed step leaves in the midst of it.
+        A failed step leaves the units in the midst of it.
         """
         if self._module is not None:
             sharding_compat.reset_units(self._module)
@@ -239,8 +239,8 @@ class ShardReads(TorchFunctionMode):
     """A torch function mode that refuses to compute with the shard of a weight.
 
     Torch would compute with the shard, or fail later without the weight's name. A function that
-    reads a weight's shape or dtype only, such as ``weight.new_zeros(...)``, returns a plain tensor
-    of the whole shape, as under DDP.
+    reads only a weight's whole shape or dtype returns a plain tensor, as under DDP.
+    ``weight.new_zeros(...)`` is an example.
 
     Args:
         module: the module that names the weights.

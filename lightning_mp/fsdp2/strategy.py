@@ -281,7 +281,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
             self._sharded = True
         # FSDP2's own param_dtype casts all weights of a unit, norms and embeddings too. It adds the
         # gradients of a weight that is used twice in half precision. Here every number is the same
-        # as under autocast with fp32 weights, and autocast keeps no copy of the weights until the
+        # as under autocast with fp32 weights. Autocast keeps no copy of the weights until the
         # backward pass.
         free = survey(module, engine.pin_map, plan.policy)
         names = {(id(part), key): weight.name for weight in free for _, part, key in weight.places}
@@ -480,8 +480,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Return the state of ``optimizer`` for a checkpoint. A collective.
 
         For a folder of shards it is Lightning's. For a single file, rank 0 returns whole tensors on
-        the CPU, numbered by the optimizer's own groups as any optimizer loads them. Other ranks
-        return an empty dictionary.
+        the CPU, and other ranks return an empty dictionary. Parameters are numbered by the
+        optimizer's own groups, as any optimizer loads them.
         """
         if self.saves_folders:
             return super().optimizer_state(optimizer)

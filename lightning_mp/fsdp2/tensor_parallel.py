@@ -59,11 +59,9 @@ class Replicated(ParallelStyle):
 def styles(model: nn.Module, given: Plan | None, size: int, faults: Faults) -> dict[str, ParallelStyle]:
     """Return the style of each module that a plan names, by its name in ``model``.
 
-    ``model`` is not changed.
-
-    A module that the plan replicates is left out, and a module without parameters if the style is a
-    name. An unknown style, a pattern without a match, a layer that cannot be split and a weight
-    that is split in two ways are added to ``faults``.
+    ``model`` is not changed. A module that the plan replicates is left out, and a module without
+    parameters if the style is a name. ``faults`` takes unknown styles, patterns without a match,
+    layers that cannot be split, and tied weights that are split in two ways.
 
     Args:
         model: the whole model.

@@ -43,8 +43,8 @@ def units(
 
     Blocks are in definition order. Units are blocks, pinned modules, and modules that keep a
     parameter in a dtype of their own. The root takes all other parameters. Nothing is changed.
-    Patterns of ``wrap`` without a match, units that would hold two dtypes, and units of ``wrap``
-    that share a weight with another unit are added to ``faults``.
+    ``faults`` takes patterns of ``wrap`` without a match, units that would hold two dtypes, and
+    units of ``wrap`` that share a weight.
 
     Args:
         root: the module to shard, which may be a part of the module of ``pin_map``.

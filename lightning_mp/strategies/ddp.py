@@ -12,8 +12,8 @@ class PlanDDPStrategy(PlanStrategy, DDPStrategy):
     """Lightning's ``DDPStrategy`` under a plan.
 
     It resumes from sharded and DeepSpeed checkpoints too. It takes the keywords of ``DDPStrategy``.
-    A single process runs as under Lightning's single device: without a launcher, a process group
-    and a wrapper, and with the user's own sampler.
+    A single process runs as under Lightning's single-device strategy. It has no launcher, no
+    process group and no wrapper, and it keeps the user's own sampler.
     """
 
     plan_engine = EagerEngine
