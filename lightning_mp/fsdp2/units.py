@@ -59,7 +59,7 @@ def units(
     apart = [member.module for member in pin_map.members if member.entry and member.pin.dtype != together]
     apart += [declared.module for declared in pin_map.declared if isinstance(declared.tensor, nn.Parameter)]
     inside = {*root.modules()}
-    # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
+    # A unit is gathered when it is called. Code may iterate over a Sequential without calling it.
     called = dict.fromkeys(one for part in apart if part in inside for one in called_in(part, through_sequential=True))
     # an attention reads its children's weights without calling them, so their hooks would not
     # gather
@@ -105,7 +105,7 @@ def _matching(root: nn.Module, item: str | type[nn.Module]) -> set[nn.Module]:
         if not means or any(name.startswith(f"{above}.") for above in covered):
             continue
         covered.append(name)
-        # A unit is gathered when it is called, and code may iterate over a Sequential without calling it.
+        # A unit is gathered when it is called. Code may iterate over a Sequential instead.
         tops = module.children() if cls is nn.Sequential else (module,)
         matched.update(filter(_can_be_unit, (called for top in tops for called in called_in(top))))
     return matched

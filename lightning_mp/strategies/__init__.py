@@ -1,1 +1,4 @@
-"""Lightning strategies that carry a plan out, one class a file; ``lightning_mp.make_strategy`` builds them by name."""
+"""Lightning strategies that run a plan, one class in each file.
+
+``lightning_mp.make_strategy`` builds them by name.
+"""

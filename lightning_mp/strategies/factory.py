@@ -37,10 +37,11 @@ def make_strategy(name: str, plan: MixedPrecisionPlan, **overrides: Any) -> Stra
 
 
 def register_plan(name: str, plan: MixedPrecisionPlan | Mapping[str, Any] | str | PathLike[str]) -> None:
-    """Register ``strategy="mp_<strategy>@<name>"`` with Lightning for every strategy, for packages that take strings.
+    """Register ``strategy="mp_<strategy>@<name>"`` with Lightning for every strategy.
 
-    Every Trainer gets its own copy of the plan, which wins over ``precision=``. A second call with the same name
-    replaces the plan. Capitals make no difference, as in all of Lightning's strategy names.
+    Packages that take strings can then name it. Every Trainer gets its own copy of the plan, which
+    wins over ``precision=``. A second call with the same name replaces the plan. Capitals make no
+    difference, as in all of Lightning's strategy names.
 
     Args:
         name: letters, digits, ``_`` and ``-``.
@@ -70,11 +71,11 @@ def trainer_kwargs(
     callbacks: Any = None,
     **trainer_args: Any,
 ) -> dict[str, Any]:
-    """Return the Trainer arguments of a plan: ``Trainer(**trainer_kwargs(plan, strategy="fsdp2", devices=8))``.
+    """Return the Trainer arguments of a plan.
 
-    ``strategy`` is a name for :func:`make_strategy`, or a strategy. ``plugins`` are kept next to
-    the plan. Other arguments are returned as they are. The Trainer refuses a second precision
-    plugin.
+    Write ``Trainer(**trainer_kwargs(plan, strategy="fsdp2", devices=8))``. ``strategy`` is a name
+    for :func:`make_strategy`, or a strategy. ``plugins`` are kept next to the plan. Other arguments
+    are returned as they are. The Trainer refuses a second precision plugin.
 
     Raises:
         PlanError: an unknown strategy, or ``plan`` is no MixedPrecisionPlan.
