@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_mp.compat import patched
 from lightning_mp.compat.deepspeed import Zero, gathered_changes_told, gathers, gathers_counted, is_partitioned
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import function_caller, is_compiled, version
@@ -115,6 +116,7 @@ class ZeroEngine(StepEngine):
         self._weights = Trained(module, compares=self.distributed, by_window=zero.sums_every_pass, group=group)
         self._connected.callback(self._weights.hooks.close)
         self._connected.enter_context(zero.watched(self._weights.compare, self._raw_step))
+        self._connected.enter_context(patched(zero.optimizer, add_param_group=refuse_new_group))
         split = [(name, parameter) for name, parameter in module.named_parameters() if is_partitioned(parameter)]
         if split and trainer is not None:
             partitioned = self._partitioned = PartitionedWeights(split)
@@ -398,6 +400,14 @@ class GradientsElsewhere(TorchFunctionMode):
                 stacklevel=2,
             )
         return result
+
+
+def refuse_new_group(param_group: Any) -> NoReturn:
+    """Raise RuntimeError. It stands as ``add_param_group``, which a ZeRO optimizer does not have."""
+    refuse(
+        "optimizer.add_param_group() in a run with ZeRO, which partitions the param groups when the run starts",
+        "make all groups in configure_optimizers(), with lr=0 until a group is to train, or use strategy='mp_fsdp2'",
+    )
 
 
 def refuse(given: str, fix: str) -> NoReturn:

@@ -357,7 +357,7 @@ class ReplacesTrainerOptimizers(Base):
 
 @idiom(
     "speediedan/finetuning-scheduler; pyannote, callback.py: a group is added in the run",
-    findings={"zero2": "DeepSpeed's optimizer has no add_param_group, and no sentence says so"},
+    refused={"zero2": "optimizer.add_param_group() in a run with ZeRO"},
 )
 class AddsAGroupInTheRun(Base):
     def configure_optimizers(self) -> Any:

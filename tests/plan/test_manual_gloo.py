@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_mp import LossScaling, MixedPrecisionPlan, PlanError
+from support.comparing import of_training, same
 from support.models import batches, same_weights
 from support.ranks import Ranks
 from support.replacing import REPLACED, Replaces
@@ -143,3 +144,40 @@ def under_zero(how: str) -> str:
 def test_replaced_optimizers_are_refused_under_zero(ranks: Ranks, how: str) -> None:
     for said in ranks.call(under_zero, how):
         assert "in a run with ZeRO, whose own optimizer steps" in said
+
+
+class TrainsALayerLater(Ranked):
+    """From the fourth batch on the first layer trains too: its group is added then, or its rate was zero before."""
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__(even=True)
+        self.adds = adds
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.net[1:].parameters())}, {"params": list(self.net[0].parameters()), "lr": 0.0}]
+        return torch.optim.SGD(groups[:1] if self.adds else groups, lr=1e-2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 3:
+            optimizer = self.optimizers()
+            if self.adds:
+                optimizer.add_param_group({"params": list(self.net[0].parameters()), "lr": 1e-2})
+            else:
+                optimizer.param_groups[1]["lr"] = 1e-2
+
+
+def with_a_group_later(host: str, adds: bool) -> Any:
+    try:
+        return ended(MixedPrecisionPlan("32-true"), host, TrainsALayerLater(adds))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_group_added_under_zero_is_refused_and_a_rate_of_zero_until_then_is_the_same(ranks: Ranks) -> None:
+    added = ranks.call(with_a_group_later, "ddp", True)
+    waiting = ranks.call(with_a_group_later, "zero2", False)
+    refused = ranks.call(with_a_group_later, "zero2", True)
+    for weights, others, said in zip(added, waiting, refused, strict=True):
+        assert not isinstance(weights, str), weights
+        assert same(weights, others, of_training("32-true", 1e-2))
+        assert "optimizer.add_param_group() in a run with ZeRO, which partitions" in said
