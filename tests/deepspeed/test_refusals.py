@@ -97,6 +97,7 @@ def test_a_plan_without_a_loss_scale_of_its_own_runs_with_the_jsons() -> None:
     assert plan.policy.loss_scaling == plan.scaler.config == LossScaling.deepspeed(loss_scale_window=500)
     plan.apply(_attach(Regression(), plan))
     assert plan.policy.loss_scaling == LossScaling()
+    plan.teardown()
 
 
 class OwnBackward(Regression):
