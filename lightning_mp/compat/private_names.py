@@ -53,12 +53,15 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         " _pre_forward _training_state",
         "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
         "torch.distributed.fsdp._dynamo_utils": "_is_fsdp_managed_module",
-        "torch.distributed.fsdp:FullyShardedDataParallel": "_flat_param _fsdp_wrapped_module",
+        "torch.distributed.fsdp:FullyShardedDataParallel": "_flat_param _fsdp_wrapped_module _handle",
         "torch.distributed.fsdp._flat_param:FlatParameter": "_params",
+        "torch.distributed.fsdp._flat_param:FlatParamHandle": "_full_param_padded _local_shard _param_infos"
+        " _shard_param_infos _training_state flat_param is_sharded rank reshard uses_sharded_strategy",
         "torch.distributed.tensor:DTensor": "_local_tensor",
         "torch.nn:Module": "_parameters",
         "torch:Tensor": "_backward_hooks _post_accumulate_grad_hooks",
         "torch.nn.utils.clip_grad": "_get_total_norm",
+        "torch.nn.utils.convert_parameters": "_check_param_device",
     },
     "torch:ddp": {
         "torch.distributed": "_register_comm_hook",

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_mp.compat import patched
-from lightning_mp.compat.torch import in_backward, is_tracing
+from lightning_mp.compat.torch import in_backward, is_compiled, is_tracing
 from lightning_mp.errors import PlanError
 
 if TYPE_CHECKING:
@@ -786,6 +786,131 @@ FSDP1_ROOT = "_lmp_fsdp1_root"
 #: the keyword of FSDP1's ``MixedPrecision`` by which FSDP1 wraps no module apart, as it would batch
 #: norms
 LEAVE_ALL_MODULES: dict[str, Any] = {"_module_classes_to_ignore": ()}
+
+
+class FlatWeights:
+    """Refuses uses of FSDP1's weights that end silently wrong or in an error of sizes, until ``release``.
+
+    Outside of a step each rank has flat pieces of weights. In a step the weights are whole copies,
+    and FSDP1 drops what a user writes to them.
+    """
+
+    def __init__(self, root: FullyShardedDataParallel, names: Mapping[int, str]) -> None:
+        units: list[Any] = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+        every = [unit._handle for unit in units if unit._handle is not None]
+        self._handles = [handle for handle in every if handle.uses_sharded_strategy]
+        compiled = any(map(is_compiled, root.modules()))
+        #: by the ``id`` of each parameter, what torch knows of its unit, and its name
+        self._handle_of: dict[int, Any] = {}
+        self._names = names
+        #: the names of weights that a user wrote to in a step, on this rank
+        self.written = set[str]()
+        #: whether ``start`` was called last, and not ``stop``
+        self.watches = False
+        #: how many forward passes of the root are under way
+        self._depth = 0
+        self._hooks = [
+            root.register_forward_pre_hook(self._enter, prepend=True),
+            root.register_forward_hook(self._leave, always_call=True),
+        ]
+        for handle in self._handles:
+            self._handle_of.update((id(parameter), handle) for parameter in handle.flat_param._params)
+            # a hook inside of a compiled part would be compiled
+            for parameter, info in (
+                () if compiled else zip(handle.flat_param._params, handle.flat_param._param_infos, strict=True)
+            ):
+                before = partial(self._refuse_forward, handle, names[id(parameter)])
+                self._hooks.append(info.module.register_forward_pre_hook(before, prepend=True))
+        vectors: Any = import_module("torch.nn.utils.convert_parameters")
+        self._patch = ExitStack()
+        check = partial(self._refuse_vector, vectors._check_param_device)
+        self._patch.enter_context(patched(vectors, _check_param_device=check))
+
+    def release(self) -> None:
+        """Leave the modules, the units and torch's functions."""
+        self.stop()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._patch.close()
+
+    def start(self) -> None:
+        """Note from now on which gathered weights differ from their shards when they are sharded again."""
+        self.watches = True
+        self.written.clear()
+        for handle in self._handles:
+            if "reshard" not in vars(handle):
+                self._watch(handle, handle.reshard)
+
+    def stop(self) -> None:
+        """End what ``start`` began."""
+        self.watches = False
+        _unpatch(self._handles, "reshard")
+
+    def _watch(self, handle: Any, reshard: Callable[[bool], None]) -> None:
+        def check_and_reshard(free_unsharded_flat_param: bool) -> None:
+            if not handle.is_sharded(handle.flat_param) and handle._training_state.name != "SUMMON_FULL_PARAMS":
+                self._note_written(handle)
+            reshard(free_unsharded_flat_param)
+
+        handle.reshard = check_and_reshard
+
+    @torch.no_grad()
+    def _note_written(self, handle: Any) -> None:
+        """Note the weights whose gathered values are not those of the shard. A device sync."""
+        whole, shard = handle.flat_param.detach(), handle.flat_param._local_shard
+        start = handle.rank * shard.numel()
+        own = whole.flatten()[start : start + shard.numel()]
+        differs = own.view(torch.uint8) != shard[: own.numel()].to(own.device).view(torch.uint8)
+        at: list[int] = (differs.nonzero().flatten() // own.element_size()).unique().tolist() if differs.any() else []
+        infos = zip(
+            handle.flat_param._params,
+            handle.flat_param._param_infos,
+            handle.flat_param._shard_param_infos,
+            strict=True,
+        )
+        for parameter, (key, module, _), piece in infos:
+            first = piece.offset_in_shard
+            changed = piece.in_shard and any(first <= place < first + piece.numel_in_shard for place in at)
+            seen = getattr(module, key, None)
+            replaced = isinstance(seen, Tensor) and seen.numel() > 0 and not _share_memory(seen, whole)
+            if changed or replaced:
+                self.written.add(self._names[id(parameter)])
+
+    def _enter(self, _root: nn.Module, _inputs: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, _root: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._depth -= 1
+
+    def explains(self, error: BaseException) -> bool:
+        """True if code that the error passed through had a weight, or a piece of one, in a variable."""
+        parts = [part for handle in self._handles for part in (handle.flat_param, handle.flat_param._full_param_padded)]
+        trace = error.__traceback__
+        while trace is not None:
+            for value in list(trace.tb_frame.f_locals.values()):
+                if not isinstance(value, Tensor):
+                    continue
+                if id(value) in self._handle_of or any(_share_memory(value, part) for part in parts):
+                    return True
+            trace = trace.tb_next
+        return False
+
+    def _refuse_forward(self, handle: Any, name: str, module: nn.Module, _inputs: Any) -> None:
+        if self._depth == 0 and not in_backward() and handle.is_sharded(handle.flat_param):
+            raise PlanError.of(
+                f"a forward of {type(module).__name__} outside of a step, with FSDP1, where {name!r} is a flat piece",
+                "use strategy='mp_fsdp2'",
+            )
+
+    def _refuse_vector(self, check: Callable[..., Any], parameter: Tensor, *rest: Any) -> Any:
+        handle = self._handle_of.get(id(parameter))
+        if handle is not None and handle.is_sharded(handle.flat_param):
+            raise PlanError.of(
+                f"{self._names[id(parameter)]!r} in vector_to_parameters or parameters_to_vector, with FSDP1, where "
+                "a rank has a flat piece of it",
+                "use strategy='mp_fsdp2'",
+            )
+        return check(parameter, *rest)
 
 
 def total_norms_by(norm: Callable[..., Tensor]) -> AbstractContextManager[None]:

@@ -36,6 +36,7 @@ from lightning_mp.plan.engine import NOTHING, StepEngine
 
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
+_USE_FSDP2 = "use strategy='mp_fsdp2'"
 _UNITS = (FSDPModule, FullyShardedDataParallel)
 
 
@@ -50,6 +51,7 @@ class ShardedEngine(StepEngine):
     _unused: sharding_compat.UnusedParameters | None = None
     _reads: ShardReads | None = None
     _skipped: SkippedUnits | None = None
+    _flat: sharding_compat.FlatWeights | None = None
 
     def prepare(self, module: nn.Module) -> None:
         """Cast and convert the module in place, as the base class does.
@@ -82,7 +84,11 @@ class ShardedEngine(StepEngine):
         self._flat_groups = flat_groups(model)
         self.steps = (("flat pieces", "sharded parameters"),) if self._flat_groups else ShardedEngine.steps
         super().connect(model, optimizers)
-        self._unused = self._reads = self._skipped = None
+        self._unused = self._reads = self._skipped = self._flat = None
+        if isinstance(model, FullyShardedDataParallel) and self._flat_groups:
+            named = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+            self._flat = sharding_compat.FlatWeights(model, named)
+            self._connected.callback(self._flat.release)
         self._connected.callback(sharding_compat.Writes(model).release)
         if optimizers:
             self._connected.callback(sharding_compat.ShardGradients(model).release)
@@ -106,6 +112,13 @@ class ShardedEngine(StepEngine):
                 notes = first_forward.note, self._unused.note_passed
                 self._skipped = SkippedUnits(model, self.device, notes)
                 self._connected.callback(self._skipped.release)
+
+    def explain_flat_pieces(self, error: BaseException) -> None:
+        """Add a sentence to an error of torch's in code that computed with flat pieces of FSDP1's weights."""
+        from_torch = type(error) in (RuntimeError, IndexError)
+        if from_torch and self._flat is not None and self._flat.explains(error):
+            fault = Fault("code of the run computes with weights that FSDP1 holds as flat pieces", fix=_USE_FSDP2)
+            error.args = (f"{error}\n{fault}",)
 
     def on_trained_changed(self) -> None:
         """Raise RuntimeError under FSDP1 in an accumulation window: its gradients would be lost."""
@@ -136,7 +149,24 @@ class ShardedEngine(StepEngine):
     @contextmanager
     def _first_step(self, module: nn.Module) -> Generator[None, None, None]:
         with super()._first_step(module), self._reads or NOTHING:
+            if self._flat is not None:
+                self._flat.start()
             yield
+            if self._flat is not None:
+                self._refuse_written(self._flat)
+                if not torch.is_grad_enabled():  # else a backward pass follows, after which weights are sharded
+                    self._flat.stop()
+
+    def _refuse_written(self, flat: sharding_compat.FlatWeights) -> None:
+        """Raise a PlanError on every rank if a user wrote to a gathered weight on one of them. A collective."""
+        mine = sorted(flat.written)
+        ranks = apart([int(bool(mine))], self.device, mine=(mine,)) or [(mine,)]
+        written = sorted({name for (names,) in ranks for name in names})
+        if written:
+            raise PlanError.of(
+                f"{written[0]!r} written to in a step, with FSDP1, which drops what is written to gathered weights",
+                _USE_FSDP2,
+            )
 
     def after_backward(self) -> None:
         """Finish the backward pass: every rank must call it.
@@ -147,6 +177,9 @@ class ShardedEngine(StepEngine):
         Raises:
             PlanError: a shard unit ran on some ranks only.
         """
+        if self._flat is not None and self._flat.watches:
+            self._refuse_written(self._flat)
+            self._flat.stop()
         if self._unused is not None:
             self._unused.finish_backward()
         if self.manual:
@@ -161,7 +194,7 @@ class ShardedEngine(StepEngine):
         if self._module is not None:
             sharding_compat.reset_units(self._module)
         super().release()
-        self._reads = self._unused = self._skipped = None
+        self._reads = self._unused = self._skipped = self._flat = None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Clip by the global 2-norm over all shards, in fp32. Note it in ``last_norm``.
