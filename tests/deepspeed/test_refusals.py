@@ -180,3 +180,4 @@ def test_a_schedule_in_the_json_beside_one_in_the_module_is_refused() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(PlanError, match=r"WarmupLR.* in the JSON and StepLR in configure_optimizers"):
         strategy._setup_model_and_optimizer(module, optimizer, schedule)
+    plan.teardown()
