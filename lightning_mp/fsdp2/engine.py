@@ -37,6 +37,14 @@ from lightning_mp.plan.engine import NOTHING, StepEngine
 _NORM: Any = Tensor.norm
 _CASTS_AS = (Tensor.type_as, Tensor.to)
 _USE_FSDP2 = "use strategy='mp_fsdp2'"
+#: what torch says of an operator that is given a shard and a plain tensor
+_MIXED = "mixed torch.Tensor and DTensor"
+_MIXES_SHARDS = Fault(
+    "code of the run computes with sharded weights and plain tensors together",
+    fix="make averages and copies of weights in on_fit_start, as parameter.detach().clone(), which are sharded too; "
+    "read a whole weight as parameter.full_tensor(); or use strategy='mp_ddp'",
+)
+_COMPUTES_WITH_PIECES = Fault("code of the run computes with weights that FSDP1 holds as flat pieces", fix=_USE_FSDP2)
 _UNITS = (FSDPModule, FullyShardedDataParallel)
 
 
@@ -113,12 +121,14 @@ class ShardedEngine(StepEngine):
                 self._skipped = SkippedUnits(model, self.device, notes)
                 self._connected.callback(self._skipped.release)
 
-    def explain_flat_pieces(self, error: BaseException) -> None:
-        """Add a sentence to an error of torch's in code that computed with flat pieces of FSDP1's weights."""
-        from_torch = type(error) in (RuntimeError, IndexError)
-        if from_torch and self._flat is not None and self._flat.explains(error):
-            fault = Fault("code of the run computes with weights that FSDP1 holds as flat pieces", fix=_USE_FSDP2)
-            error.args = (f"{error}\n{fault}",)
+    def explain(self, error: BaseException) -> None:
+        """Add a sentence to an error of torch's in code that computes with shards, or FSDP1's pieces, of weights."""
+        if isinstance(error, PlanError) or not isinstance(error, (RuntimeError, IndexError)):
+            return
+        if _MIXED in str(error):
+            error.args = (f"{error}\n{_MIXES_SHARDS}",)
+        elif self._flat is not None and self._flat.explains(error):
+            error.args = (f"{error}\n{_COMPUTES_WITH_PIECES}",)
 
     def on_trained_changed(self) -> None:
         """Raise RuntimeError under FSDP1 in an accumulation window: its gradients would be lost."""

@@ -394,6 +394,9 @@ class StepEngine(ABC):
             return NOTHING
         return first_step.FirstStep(module, self.pin_map.members, self.policy.compute_dtype, halves)
 
+    def explain(self, error: BaseException) -> None:  # noqa: B027  whole weights need no explanation
+        """Add a sentence to the text of an error of torch's that ended the run, if the engine knows its cause."""
+
     def on_trained_changed(self) -> None:  # noqa: B027  strategies that check every step do nothing
         """React to parameters that were frozen or unfrozen since the last step.
 

@@ -174,6 +174,13 @@ class PlanStrategy(_Base):
             )
         return plan
 
+    def on_exception(self, exception: BaseException) -> None:
+        """As the host does; first add to torch's error what the engine knows of its cause."""
+        engine = None if self.lightning_module is None else plan_of(self).engine
+        if engine is not None:
+            engine.explain(exception)
+        super().on_exception(exception)
+
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

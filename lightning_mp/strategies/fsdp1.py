@@ -152,13 +152,6 @@ class PlanFSDP1Strategy(PlanStrategy, FSDPStrategy):
         if fitting and not self.cpu_offload.offload_params:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def on_exception(self, exception: BaseException) -> None:
-        """As in the base class; say of an error of sizes that weights are flat pieces."""
-        engine = None if self.lightning_module is None else plan_of(self).engine
-        if isinstance(engine, ShardedEngine):
-            engine.explain_flat_pieces(exception)
-        super().on_exception(exception)
-
     #: ``wrap()`` in ``configure_model`` does nothing: flat parameters could no longer be cast
     model_sharded_context: Any = nullcontext
     on_validation_start = on_test_start = on_predict_start = on_train_end = PlanStrategy.share_buffers

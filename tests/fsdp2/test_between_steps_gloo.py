@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from support import hf
 from support.comparing import of_training, same_runs
-from support.models import FEATURES, HIDDEN, same_weights
+from support.models import FEATURES, HIDDEN, batches, same_weights
+from support.oracles import plan_for
 from support.ranks import Ranks
+from support.running import trainer
 from support.sharded import HOSTS, RATE, WAIT, Language, Ranked, _ours, ddp, refused, trained
 
 pytestmark = pytest.mark.gloo
@@ -487,6 +489,60 @@ def test_what_a_shard_cannot_take_is_refused_by_its_name(ranks: Ranks) -> None:
         for way, dtype in (("follow", "bf16"), ("set_whole", "fp16")):
             told = (f"teacher.embed.weight is {dtype} in a step", "on_train_batch_end", "test_between_steps_gloo.py")
             assert all(word in said[way] for word in told), said[way]
+
+
+class AveragesInBuffers(Looking):
+    """Averages weights in buffers that it made before weights were sharded, as CompVis' LitEma does."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+        self.register_buffer("average", self.net.blocks[0].up.weight.detach().clone())  # type: ignore[union-attr]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.hook == "on_train_batch_end":
+            weight: Any = self.net.blocks[0].up.weight  # type: ignore[union-attr]
+            with torch.no_grad():
+                self.average.sub_(0.1 * (self.average - weight))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.hook == "validation_step":
+            self.net.blocks[0].up.weight.data.copy_(self.average)  # type: ignore[union-attr]
+
+
+class AveragesInShards(Looking):
+    """What is said to write instead."""
+
+    def on_fit_start(self) -> None:
+        self.averages = [parameter.detach().clone() for parameter in self.net.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for average, weight in zip(self.averages, self.net.parameters(), strict=True):
+                average.sub_(0.1 * (average - weight))
+                weight.data.copy_(average)
+
+
+def mixed_with_plain(mode: str, hook: str) -> str:
+    """What torch's error says, with what is added to it."""
+    module, plan = AveragesInBuffers(hook), plan_for(mode)
+    run = trainer(plugins=[plan], **STRATEGIES["fsdp2"]())
+    try:
+        run.fit(module, batches(), val_dataloaders=batches())
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torchs_error_about_a_shard_and_a_plain_tensor_says_what_to_write(ranks: Ranks, mode: str) -> None:
+    for hook in ("on_train_batch_end", "validation_step"):
+        for said in ranks.call(mixed_with_plain, mode, hook):
+            assert "sharded weights and plain tensors together. Make averages" in said, said
+            assert "on_fit_start" in said
+    _equal(ranks, Compared(mode, AveragesInShards))
 
 
 class SamplesInHalf(Samples):

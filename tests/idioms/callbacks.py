@@ -84,11 +84,10 @@ class LitEma(nn.Module):
 
 @idiom(
     "CompVis/stable-diffusion, ddpm.py and ema.py; VideoCrafter; DynamiCrafter; SEED-Voken; Paint-by-Example",
-    refused=dict.fromkeys(("fsdp2 bf16-mixed", "fsdp2 16-mixed"), "something reads or writes its values there"),
-    findings=dict.fromkeys(
-        ("fsdp2 32-true", "fsdp2 bf16-true"),
-        "copying buffers into weights in a step ends in torch's error about DTensors",
-    ),
+    refused={
+        **dict.fromkeys(("fsdp2 bf16-mixed", "fsdp2 16-mixed"), "something reads or writes its values there"),
+        "fsdp2": "computes with sharded weights and plain tensors together",
+    },
 )
 def litema_in_the_module(host: Host) -> None:
     class Ema(Base):
