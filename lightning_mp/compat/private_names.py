@@ -61,6 +61,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "torch.nn:Module": "_parameters",
         "torch:Tensor": "_backward_hooks _post_accumulate_grad_hooks",
         "torch.nn.utils.clip_grad": "_get_total_norm",
+        "torch.distributed.distributed_c10d": "_set_pg_timeout",
         "torch.nn.utils.convert_parameters": "_check_param_device",
     },
     "torch:ddp": {

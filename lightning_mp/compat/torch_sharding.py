@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from inspect import getattr_static
@@ -22,6 +23,19 @@ from lightning_mp.errors import PlanError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# ------------------------------------------------------------------ process groups
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: timedelta | None) -> None:
+    """Have collectives of ``groups`` wait at most ``timeout`` for other ranks.
+
+    A device mesh and DeepSpeed make groups with torch's default. ``None`` leaves it.
+    """
+    if timeout is not None:
+        for group in groups:
+            cast("Any", dist).distributed_c10d._set_pg_timeout(timeout, group)
+
 
 # ------------------------------------------------------------------ DDP
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, NoReturn, cast
 
 import torch
@@ -23,6 +24,7 @@ from lightning_mp.compat import patched
 from lightning_mp.compat.deepspeed import Zero, gathered_changes_told, gathers, gathers_counted, is_partitioned
 from lightning_mp.compat.lightning import trainer_of
 from lightning_mp.compat.torch import function_caller, is_compiled, version
+from lightning_mp.compat.torch_sharding import set_timeout
 from lightning_mp.deepspeed.partitioned import PartitionedWeights, watched_hooks
 from lightning_mp.errors import Fault, Faults
 from lightning_mp.fsdp2.engine import FirstForward, ShardReads
@@ -56,6 +58,8 @@ class ZeroEngine(StepEngine):
     _default_clip = 0.0
     #: for each param group, the index of the user's group that it was split off
     source_group: Sequence[int] = ()
+    #: how long a rank waits for others, or None for torch's default
+    timeout: timedelta | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -101,7 +105,7 @@ class ZeroEngine(StepEngine):
         # Ranks compare every pass, on the host: to read the result from a GPU would be a sync for
         # each bucket.
         own = self.distributed and self.device.type != "cpu"
-        group: Any = dist.new_group(backend="gloo") if own else None
+        group: Any = dist.new_group(backend="gloo", timeout=self.timeout) if own else None
         if own:
             self._connected.callback(dist.destroy_process_group, group)
         if parted and self.distributed:
@@ -110,6 +114,7 @@ class ZeroEngine(StepEngine):
         if not optimizers:  # validation
             return
         zero = self._zero = Zero(model, optimizers[0])
+        set_timeout([zero.optimizer.dp_process_group], self.timeout)
         trainer = trainer_of(self._module)
         if trainer is None or trainer.gradient_clip_val is None:  # else Lightning asks for it, or the user's hook
             self._default_clip = zero.clip_of_json

@@ -284,6 +284,7 @@ class PlanDeepSpeedStrategy(PlanStrategy, DeepSpeedStrategy):
             self._initialize_deepspeed_train(module)
         else:
             self._initialize_deepspeed_inference(module)
+        self._engine.timeout = self._timeout
         self.setup_precision_plugin()
         self.barrier()
 

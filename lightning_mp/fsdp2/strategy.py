@@ -194,6 +194,7 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         sizes |= {"tensor_parallel": size} if size > 1 else {}
         kind = self.root_device.type
         self._device_mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sharding_compat.set_timeout(self._device_mesh.get_all_groups(), self._timeout)
         set_mesh(self._user_module, self._device_mesh)
 
     def degrees(self, world: int) -> tuple[int, int, int]:

@@ -37,6 +37,7 @@ from lightning_mp.compat.lightning import (
     trainer_of,
     validates,
 )
+from lightning_mp.compat.torch_sharding import set_timeout
 from lightning_mp.errors import Faults
 from lightning_mp.fsdp2.units import (
     broadcast_from_first,
@@ -183,6 +184,7 @@ class PlanPipelineStrategy(PlanStrategy, ModelParallelStrategy):
         self._setup_distributed()
         names = ("pipeline", "data_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (stages, replicas), mesh_dim_names=names)
+        set_timeout(self._device_mesh.get_all_groups(), self._timeout)
         set_mesh(self._user_module, self._device_mesh)
         #: the ranks of this pipeline in the order of stages, and the replicas of this rank's stages
         self.stage_group, self.replica_group = map(self._device_mesh.get_group, names)
