@@ -225,7 +225,12 @@ class _Comparison:
 
 
 def _rounded(given: Any, theirs: list[torch.dtype]) -> tuple[Any, Any]:
-    """Return the inputs of both sides. Each is rounded to the coarser dtype that it has in the two runs."""
+    """Return the inputs of this side and of the other, rounded alike, each in its own dtypes.
+
+    ``theirs`` has the other side's dtype of each floating tensor in ``given``, in order. Each such
+    tensor is detached, rounded to the coarser of its two dtypes, then cast to the side's own.
+    Finite numbers stay finite.
+    """
     ours = [tensor.dtype for tensor in floating_in(given)]
     coarse = [max(pair, key=lambda dtype: torch.finfo(dtype).eps) for pair in zip(ours, theirs, strict=True)]
 

@@ -481,7 +481,12 @@ class _Search:
         return rows if covered <= share * whole else []
 
     def _scale(self, before: float) -> float | None:
-        """Return the highest scale, below those of the rule, that at least halves the error; ``None`` without one."""
+        """Return the highest tried scale that at least halves the error ``before``.
+
+        The tried scales are ``LOWER`` steps of 1/16 below the lowest scale of the rule. The module
+        runs under each until one helps. The result is ``None`` if none does, or without a rule. It
+        is ``None`` too unless a batch with a finite loss overflowed at every scale of the rule.
+        """
         rule = self.policy.loss_scaling
         if rule is None or self.policy not in self._stuck:
             return None

@@ -139,10 +139,11 @@ def calling_frame(file: str) -> FrameType | None:
 
 
 def outside_of_dispatch_modes(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that called an operator which other dispatch modes, as an audit's, forward.
+    """Return the frame that called the operator from outside of all dispatch modes.
 
-    Each such mode, and torch around it, adds frames for every operator. Without such a mode the
-    result is ``frame``.
+    A dispatch mode that forwards an operator, such as an audit's, adds a ``__torch_dispatch__``
+    frame, and torch adds frames around it. The result is the caller of the outermost such frame,
+    or ``None`` if there is no caller. Without such a frame the result is ``frame``.
     """
     caller = frame
     while frame is not None:

@@ -12,9 +12,10 @@ _OF_ADAPTERS = ("merge", "unmerge", "base_layer", "merged_adapters")
 
 
 class GathersToMerge(Swapped):
-    """A layer of peft's whose weights are gathered while an adapter is merged into it or taken out. Every rank merges.
+    """A peft layer that gathers its weights while an adapter is merged into it or taken out.
 
-    Between forward passes ZeRO-3 leaves empty tensors, to which peft would add nothing without an error.
+    ``merge`` and ``unmerge`` are collectives. Between forward passes ZeRO-3 leaves empty tensors.
+    peft alone would merge nothing into them, and raise no error.
     """
 
     def merge(self, *args: Any, **kwargs: Any) -> Any:

@@ -71,7 +71,9 @@ class InsideEngine(ForwardRedirection):
     def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the method, run as the forward of ``wrapper_module``.
 
-        The module's own forward is in place again before the method runs.
+        The method runs in the plan's forward context, the rest of the wrapper outside of autocast.
+        The module's own forward is in place again before the method runs. Hooks around forward
+        passes between steps pause.
         """
         if self.between_steps is not None:
             with self.between_steps.paused():

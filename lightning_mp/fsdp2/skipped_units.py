@@ -232,9 +232,10 @@ class SkippedUnits:
         return changed
 
     def _agree(self) -> None:
-        """Keep a stack if some rank found its layers in order and no heads.
+        """Decide on every rank alike which stacks run in order, after the first step.
 
-        A collective, after the first step.
+        A stack does if at least one rank saw its layers in order and no sign of heads. From then on
+        no rank gathers the skipped layers of other stacks. A collective.
         """
         self._agreed = True
         flags = [float(stack.in_order and not stack.picks_one) for stack in self._stacks]

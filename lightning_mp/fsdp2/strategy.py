@@ -215,7 +215,8 @@ class PlanFSDP2Strategy(PlanStrategy, ModelParallelStrategy):
         """Return how to shard ``module``, or ``None`` if it is sharded already.
 
         ``configure_model`` or an earlier run may have sharded it. ``module`` is not changed. Parts
-        of it that cannot run are added to ``faults``.
+        of it that cannot run are added to ``faults``. So are options that exclude FP8's
+        ``all_gather``.
         """
         refuse_callbacks(module, "sharded weights", faults)
         ignored = self._options.get("ignored_params") or ()

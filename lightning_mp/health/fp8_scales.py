@@ -99,7 +99,7 @@ class FP8Scales:
     def split(self, values: Values) -> Scales | None:
         """Remove the magnitudes from a step's ``values``. Return the scales, or ``None``.
 
-        ``None`` means that the step had no reading of scales. A tensor has no scale if no rank has
+        ``None`` means that the step had no reading of scales. A tensor is left out if no rank has
         seen it, if it is all zero, or if a number in it is not finite.
         """
         running = self._running

@@ -42,7 +42,12 @@ _LARGEST = (SECONDS, metric_names.MEMORY_ALLOCATED, metric_names.MEMORY_PEAK)
 
 
 class StepMeasurement:
-    """The numbers of one step, collected on the device of the run."""
+    """The numbers of one step, collected on the device of the run.
+
+    The order of calls in a step is ``begin``, ``add_loss`` for each backward pass, ``before_step``
+    for each optimizer, ``after_step`` and ``take``. ``take`` may also be called before the step.
+    ``derived`` then reads a copy on the host.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = trainer.strategy

@@ -54,8 +54,9 @@ def is_plain_linear(module: nn.Module) -> bool:
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
     """True if ``pattern`` matches the module.
 
-    It is ``norms``, or matches by fnmatch the class's name, the module's name, or a suffix of the
-    module's name that begins after a dot.
+    ``norms`` matches every norm. Any pattern also matches by ``fnmatchcase``: the class's name,
+    ``name``, or a suffix of ``name`` that begins after a dot. The class of a parametrized module
+    has two names, with and without ``Parametrized``.
     """
     if pattern == NORMS and is_norm(module):
         return True

@@ -20,7 +20,10 @@ MakeStage = Callable[[int, int], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The result of cutting a module into stages."""
+    """A module's cut into stages.
+
+    ``make(index, count)`` returns the stage at ``index`` of ``count``.
+    """
 
     make: MakeStage
     #: the stage of each parameter and buffer, by name; names that are in no stage are absent

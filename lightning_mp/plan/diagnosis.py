@@ -92,7 +92,7 @@ class Diagnosis:
         scale: float | None,
         budget: str = "nonfinite=NonFinite(max_consecutive=...)",
     ) -> NonFiniteError:
-        """Return the error that ends the run.
+        """Return the error that ends the run. It is not raised.
 
         It is LossScaleError if ``verdict`` is ``AT_MIN``, else NonFiniteError.
 
@@ -101,7 +101,8 @@ class Diagnosis:
             bad_loss: the loss was non-finite.
             step: the number of the step.
             scale: the loss scale, or ``None`` without loss scaling.
-            budget: the argument with the number of allowed skips, as the message shows it.
+            budget: the argument with the number of allowed skips, as the message shows it. If it
+                begins with ``nonfinite``, the advice names a plan's fields.
         """
         lost = "no module could be named: the batch is gone or did not reproduce it"
         place = lost if self.origin is None else f"first seen in {self.origin}"

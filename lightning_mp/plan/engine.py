@@ -691,6 +691,8 @@ class EagerEngine(StepEngine):
     def connect(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to step ``optimizers``, and set the dtype in which DDP sums gradients.
 
+        DDP broadcasts buffers with autocast off until the run ends.
+
         Raises:
             PlanError: an optimizer cannot step under the policy.
         """

@@ -224,7 +224,10 @@ def _tensor_traffic(shape: ModelShape, layout: Layout) -> float:
 
 
 def _offload(shape: ModelShape, layout: Layout) -> float:
-    """Seconds a token of gradients down, weights up, and the update on the CPU."""
+    """Return the seconds a token that offloading takes, 0 for a strategy without it.
+
+    Each micro-batch copies gradients to the CPU and weights back. Each step updates on the CPU.
+    """
     if not STRATEGIES[layout.strategy].offload:
         return 0.0
     own = shape.params / layout.data

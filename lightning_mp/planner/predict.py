@@ -299,7 +299,10 @@ class _Follow(Callback):
 
 @contextmanager
 def _kept() -> Generator[None, None, None]:
-    """Within, print nothing and let Lightning start no process. On exit the process and its rank are restored."""
+    """Within, silence warnings and logs up to ERROR, and let Lightning start no process.
+
+    ``print`` still prints. On exit the rank is restored, and all that ``process_kept`` restores.
+    """
     rank = getattr(rank_zero_only, "rank", None)
     try:
         with quietly(logging.ERROR), process_kept(torch.device("cpu")), warnings.catch_warnings():

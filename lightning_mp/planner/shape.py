@@ -53,8 +53,8 @@ class ModelShape:
     is four times as wide as the model.
 
     Raises:
-        PlanError: a field is no whole number in its range, ``kv_heads`` does not divide ``heads``,
-            or ``active`` is above ``params``.
+        PlanError: a field is no whole number in its range, or ``active`` is above ``params``. Or
+            ``heads`` and ``kv_heads`` are both given, and ``kv_heads`` does not divide ``heads``.
     """
 
     params: int

@@ -293,7 +293,11 @@ def modules_of(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def states_of(optimizers: Iterable[Any]) -> dict[int, set[str]]:
-    """Return the dtypes of optimizer state by ``id`` of the parameter; counts and coefficients are left out."""
+    """Return the dtype names of each parameter's optimizer state, by ``id`` of the parameter.
+
+    Only floating-point tensors count. ``step`` is left out, and so are scalars, unless the
+    parameter itself is a scalar. A set may be empty. A parameter without state may be absent.
+    """
     dtypes_of: dict[int, set[str]] = {}
     for parameter, state in (pair for optimizer in optimizers for pair in _states(optimizer)):
         held = [value for key, value in state.items() if isinstance(value, Tensor) and key != "step"]

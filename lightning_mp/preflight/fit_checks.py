@@ -33,7 +33,8 @@ class ModelUnderTest:
     """A model, and the precision, device, strategy and Trainer arguments of its training.
 
     ``policy`` is ``None`` under Lightning's own plugins. ``storage`` is the dtype that unpinned
-    parameters are cast to, or ``None`` if they keep their dtypes.
+    parameters are cast to, or ``None`` if they keep their dtypes. The properties list the model's
+    modules and parameters, and ``stored`` returns the dtype of a parameter in training.
     """
 
     model: nn.Module

@@ -319,7 +319,8 @@ class PlanStrategy(_Base):
         ``"file"`` under a user's own CheckpointIO.
 
         Raises:
-            CheckpointFormatError: there is no checkpoint, under Lightning's own CheckpointIO.
+            CheckpointFormatError: there is no complete checkpoint, under Lightning's own
+                CheckpointIO.
         """
         try:
             return kind_of(path)

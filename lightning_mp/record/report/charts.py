@@ -47,10 +47,13 @@ def moment(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart over steps. ``lines`` maps a reading's name to its label; ``unit`` titles the vertical axis.
+    """A chart over steps.
 
-    ``traits`` are words: ``stepped`` draws a value until the next reading, and ``from-zero`` begins
-    the axis at 0, so that small differences look small.
+    ``lines`` maps a reading's name to its label. ``unit`` titles the vertical axis, and ``scale``
+    is that axis's kind.
+
+    ``traits`` holds words with spaces between them. ``stepped`` draws a value until the next
+    reading. ``from-zero`` begins the axis at 0, so that small differences look small.
     """
 
     title: str
