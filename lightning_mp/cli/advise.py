@@ -60,7 +60,7 @@ def advise(  # noqa: PLR0913, PLR0917  a flag a keyword
     Precision, strategy, degrees, micro-batch; --out writes the YAML that runs it.
 
     With a CONFIG of `train`: its memory by part, the largest micro-batch on --gpu, and the effect
-    of checkpointing. Of the options, --gpu, --gpus, --json and --config-dir go with a CONFIG.
+    of checkpointing. A CONFIG excludes all options but --gpu, --gpus, --json and --config-dir.
 
     Example: lightning-mp advise --params 7b --gpus 8 --gpu h100-80 --out run.yaml
     """

@@ -61,8 +61,8 @@ def is_fresh(trainer: Trainer) -> bool:
 def _opened(trainer: Trainer, run_dir: RunDir, writer: str) -> RunFolder:
     """Open and return the run's folder.
 
-    It is ``run_dir`` if that is given. Else a resumed run continues in the earlier run's folder. If
-    no such folder is known, or if it is in use, a new folder is made.
+    It is ``run_dir`` if that is given. Without it, a resumed run continues in the folder of the
+    earlier run. If no such folder is known, or if it is in use, a new folder is made.
 
     Raises:
         PlanError: ``run_dir`` is not local or in use, or the folder has a ``writer`` of that name.
