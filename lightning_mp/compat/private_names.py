@@ -52,6 +52,7 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_is_root _lazy_init _mp_policy _pre_backward"
         " _pre_forward _training_state",
         "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
+        "torch:UntypedStorage": "_cdata",
         "torch.distributed.fsdp._dynamo_utils": "_is_fsdp_managed_module",
         "torch.distributed.fsdp:FullyShardedDataParallel": "_flat_param _fsdp_wrapped_module _handle",
         "torch.distributed.fsdp._flat_param:FlatParameter": "_params",

@@ -506,8 +506,12 @@ def _piece_of(parameter: Any, whole: Tensor) -> Tensor:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    start = one.untyped_storage().data_ptr()
-    return start != 0 and start == other.untyped_storage().data_ptr()
+    """Return True if both tensors are on one storage that has memory, or would have it (a fake tensor)."""
+    first: Any = one.untyped_storage()
+    second: Any = other.untyped_storage()
+    if first.data_ptr() != 0:
+        return first.data_ptr() == second.data_ptr()
+    return first.nbytes() > 0 and first._cdata == second._cdata
 
 
 class UnusedParameters:

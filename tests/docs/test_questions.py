@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ANSWERS = {
     "loss is nan in fp16, which module is it": "how-to/nan.html",
     "loss scale keeps falling": "how-to/nan.html",
-    "bf16 is not faster than fp32": "how-to/index.html#no-speed-up",
+    "bf16 is not faster than fp32": "how-to/index.html#bf16-is-not-faster-than-fp32",
     "bf16 or fp16, which mode on my GPU": "how-to/pick-a-mode.html",
     "cuda out of memory": "how-to/out-of-memory.html",
     "keep layer norm in fp32": "how-to/pins.html",
