@@ -113,8 +113,17 @@ class Run:
             self.engine.check_budget(None)
 
 
-class _NoCallbackError(PlanError, AttributeError):
-    """The error for a plan among a Trainer's callbacks. ``hasattr`` returns False because of it."""
+class _KeyOfNoCallback(str):
+    """The ``state_key`` of a plan, which may be read but not used.
+
+    A Trainer puts the ``state_key`` of each of its callbacks into a set.
+    """
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        """Raise a PlanError: the plan is among a Trainer's callbacks."""
+        raise PlanError.of("callbacks=[MixedPrecisionPlan(...)]", "write Trainer(plugins=[plan])", "Trainer")
 
 
 class PlanBase:
@@ -255,8 +264,8 @@ class PlanBase:
 
     @property
     def state_key(self) -> str:
-        """Always raise ``_NoCallbackError``: a Trainer asks its callbacks for this."""
-        raise _NoCallbackError.of("callbacks=[MixedPrecisionPlan(...)]", "write Trainer(plugins=[plan])", "Trainer")
+        """Return a key that raises a PlanError if a Trainer takes the plan for a callback."""
+        return _KeyOfNoCallback(type(self).__qualname__)
 
     def describe(self, module: nn.Module | None = None) -> str:
         """Return the policy as a table of text: its dtypes, pins and rules.

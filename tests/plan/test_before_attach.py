@@ -179,7 +179,8 @@ def test_a_saved_plan_of_a_newer_format_is_answered_with_a_sentence() -> None:
 def test_every_attribute_of_a_plan_can_be_asked_for() -> None:
     """As debuggers and ``inspect.getmembers`` do."""
     module, plan = Regression(), MixedPrecisionPlan("16-mixed")
-    assert not hasattr(plan, "state_key")
+    assert hasattr(plan, "state_key")
+    assert repr(plan.state_key)
     before = [name for name, _ in inspect.getmembers(plan)]
     fit(module, plugins=[plan], max_steps=1)
     assert [name for name, _ in inspect.getmembers(plan)] == before
