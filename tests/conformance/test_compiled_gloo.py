@@ -1,5 +1,6 @@
 """Compiled runs are the eager runs: a part of the table that ``make conformance`` runs whole."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from conformance import compiled, matrix
 from conformance.judge import DIFFERS, REFUSED, SAME
@@ -53,11 +53,23 @@ def test_a_compiled_run_is_the_eager_run(strategy: str, name: str, pools: dict[i
     assert verdict.word == (REFUSED if compiled.is_refused(strategy, row) else SAME), verdict.reasons
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing asks
-def test_a_pin_that_holds_in_the_forward_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_mp.plan.run.backward_traced_outside_autocast", nullcontext)
-    torch.compiler.reset()  # the graphs of another test in this process have the right backward pass
-    row: Any = COMPILED_ROWS["block.compile() aot_eager: bf16-mixed+all"]
-    verdict = compiled.judge("single", row, [compiled.run_cell("single", row)])
+FORWARD_ALONE = "block.compile() aot_eager: bf16-mixed+all"
+
+
+def _without_the_setting_of_the_backward_pass() -> Any:
+    """Run a compiled cell under a plan that leaves torch's setting of autocast in backward passes alone."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's tracing asks
+        patch.setattr("lightning_mp.plan.run.backward_traced_outside_autocast", nullcontext)
+        return compiled.run_cell("single", COMPILED_ROWS[FORWARD_ALONE])
+
+
+@pytest.mark.gloo
+def test_a_pin_that_holds_in_the_forward_alone_is_told() -> None:
+    """In a process of its own, without caches: graphs of other runs have the right backward pass."""
+    with Ranks(1, SECONDS, {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}) as alone:
+        cells = alone.call(_without_the_setting_of_the_backward_pass)
+    row: Any = COMPILED_ROWS[FORWARD_ALONE]
+    verdict = compiled.judge("single", row, cells)
     assert verdict.word == DIFFERS
     assert "gradients: blocks.0" in " ".join(verdict.reasons)
